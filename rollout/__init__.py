@@ -1,0 +1,1 @@
+"""Generation: logits become kept sets, kept sets become records."""

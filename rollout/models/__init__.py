@@ -1,0 +1,1 @@
+"""Decoders in Paddle and the reading of their checkpoints."""

@@ -1,0 +1,1 @@
+"""The contract between who samples and who trains: numpy and pyarrow only."""

@@ -1,0 +1,110 @@
+"""What the sampler was asked to do. Filters act in the order min_p, top_k, top_p on tempered logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from keptset.schemas.errors import InvalidInput
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Settings of one request.
+
+    Errors: InvalidInput names the setting, its value and what is allowed.
+
+    >>> SamplingParams(temperature=0.7, top_p=0.95, top_k=512).truncates
+    True
+    >>> SamplingParams(top_p=0.0)
+    Traceback (most recent call last):
+        ...
+    keptset.schemas.errors.InvalidInput: top_p is 0.0; it must lie in (0, 1], where 1 switches the filter off
+    """
+
+    temperature: float = 1.0
+    """Divides the logits before every filter; 0 is greedy."""
+    top_k: int = 0
+    """Keep the k most probable tokens, ties by lower id; 0 switches the filter off."""
+    top_p: float = 1.0
+    """Keep tokens while the mass before them is below this share; 1 switches the filter off."""
+    min_p: float = 0.0
+    """Keep tokens at least this share as probable as the most probable one; 0 switches the filter off."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of ids seen in prompt or response; 1 is off."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a logit once per occurrence of its id in the response; 0 is off."""
+    presence_penalty: float = 0.0
+    """Subtracted from a logit where its id occurs in the response; 0 is off."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id to a finite number added to its logit."""
+    max_new_tokens: int = 128
+    """The response ends with reason `length` after this many tokens."""
+    min_new_tokens: int = 0
+    """Stop tokens are banned before this many tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Drawing one of these ends the response with reason `stop`; it is part of the response."""
+    seed: int | None = None
+    """Row seed in [0, 2**63), or None: derived from base seed, prompt_id and sample_index."""
+
+    def __post_init__(self) -> None:
+        _check(
+            math.isfinite(self.temperature) and self.temperature >= 0,
+            "temperature",
+            self.temperature,
+            "be finite and >= 0, where 0 is greedy",
+        )
+        _check(self.top_k >= 0, "top_k", self.top_k, "be >= 0, where 0 switches the filter off")
+        _check(0 < self.top_p <= 1, "top_p", self.top_p, "lie in (0, 1], where 1 switches the filter off")
+        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "lie in [0, 1], where 0 switches the filter off")
+        _check(
+            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "be finite and > 0, where 1 is off",
+        )
+        _check(
+            math.isfinite(self.frequency_penalty),
+            "frequency_penalty",
+            self.frequency_penalty,
+            "be finite, where 0 is off",
+        )
+        _check(
+            math.isfinite(self.presence_penalty), "presence_penalty", self.presence_penalty, "be finite, where 0 is off"
+        )
+        _check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "be >= 1")
+        _check(
+            0 <= self.min_new_tokens <= self.max_new_tokens,
+            "min_new_tokens",
+            self.min_new_tokens,
+            f"lie in [0, max_new_tokens = {self.max_new_tokens}]",
+        )
+        for token_id, bias in self.logit_bias.items():
+            _check(
+                token_id >= 0 and math.isfinite(bias),
+                f"logit_bias[{token_id}]",
+                bias,
+                "be finite, of an id >= 0; to ban a token use a ban",
+            )
+        _check(all(i >= 0 for i in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "hold ids >= 0")
+        _check(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "lie in [0, 2**63)")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether any setting can make the kept set smaller than the finite logits."""
+        return self.temperature == 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def changes_values(self) -> bool:
+        """Whether any processor changes finite logits, so that a trainer must replay it."""
+        return bool(self.logit_bias) or (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (
+            1,
+            0,
+            0,
+        )
+
+
+def _check(holds: bool, name: str, value: object, must: str) -> None:
+    if not holds:
+        raise InvalidInput(f"{name} is {value!r}; it must {must}")

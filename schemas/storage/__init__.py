@@ -1,0 +1,1 @@
+"""Where batches rest: the spool."""

@@ -1,0 +1,1 @@
+"""The `keptset` command: one short file per subcommand."""

@@ -1,0 +1,1 @@
+"""The trainer's half: records become scores over the same kept sets, scores become ratios."""

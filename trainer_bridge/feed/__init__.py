@@ -1,0 +1,1 @@
+"""Transports from rollout to trainer, both ends of each in one file."""
