@@ -92,4 +92,5 @@ class Finding:
             f"{e.rollout_id}" + (f" token {e.position}" if e.position is not None else "") + f": {e.detail}"
             for e in self.examples
         )
-        return f"{self.severity.value} {self.kind.value}: {self.kind.meaning} ({self.count} in {self.responses} responses; {where})"
+        counted = f"{self.count} in {self.responses} responses"
+        return f"{self.severity.value} {self.kind.value}: {self.kind.meaning} ({counted}; {where})"

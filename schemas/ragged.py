@@ -1,0 +1,163 @@
+"""Ragged columns as (offsets, values): the only place that touches Arrow list offsets.
+
+Arrow's traps are handled here once: a sliced list array keeps its parent's values and offsets that do not start at
+0, a null list may still span values, and the slots behind null items hold whatever memory held. Values are views of
+the Arrow buffers wherever no null forces a copy; behind a null, floats read NaN, integers -1 and booleans False.
+
+Legend: R lists, N items.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+IntArray = npt.NDArray[np.integer]
+AnyArray = npt.NDArray[np.generic]
+BoolArray = npt.NDArray[np.bool_]
+
+
+def _arrow_to_numpy(array: pa.Array) -> tuple[AnyArray, BoolArray | None]:
+    """Values and validity of a primitive array; `None` where nothing is null."""
+    if array.null_count == 0:
+        return array.to_numpy(zero_copy_only=not pa.types.is_boolean(array.type)), None
+    if pa.types.is_floating(array.type):
+        filler: float | int | bool = float("nan")
+    else:
+        filler = False if pa.types.is_boolean(array.type) else -1
+    valid = pc.is_valid(array).to_numpy(zero_copy_only=False)
+    filled = pc.fill_null(array, pa.scalar(filler, array.type))
+    return filled.to_numpy(zero_copy_only=False), valid
+
+
+def _list_parts(array: pa.ListArray) -> tuple[IntArray, pa.Array, BoolArray | None]:
+    """Offsets starting at 0, the items they index, and which lists are not null."""
+    if array.null_count == 0:
+        offsets = array.offsets.to_numpy(zero_copy_only=True)
+        if len(offsets) == 0:
+            return np.zeros(1, np.int32), array.flatten(), None
+        items = array.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+        return (offsets if offsets[0] == 0 else offsets - offsets[0]), items, None
+    lengths = pc.fill_null(array.value_lengths(), 0).to_numpy(zero_copy_only=False)
+    row_valid = pc.is_valid(array).to_numpy(zero_copy_only=False)
+    return offsets_of(lengths), array.flatten(), row_valid
+
+
+def offsets_of(lengths_R: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """Offsets [R + 1] of lists with these lengths.
+
+    >>> offsets_of([2, 0, 3]).tolist()
+    [0, 2, 2, 5]
+    """
+    lengths = np.asarray(lengths_R)
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def row_index(offsets_R1: IntArray) -> npt.NDArray[np.int64]:
+    """For each item the index of its list.
+
+    >>> row_index(np.array([0, 2, 2, 5])).tolist()
+    [0, 0, 2, 2, 2]
+    """
+    return np.repeat(np.arange(len(offsets_R1) - 1), np.diff(offsets_R1))
+
+
+def gather_spans(offsets_R1: IntArray, rows: IntArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """New offsets and item index that pick whole lists `rows`, in that order, without a loop over them.
+
+    >>> offsets, index = gather_spans(np.array([0, 2, 2, 5]), np.array([2, 0]))
+    >>> offsets.tolist(), index.tolist()
+    ([0, 3, 5], [2, 3, 4, 0, 1])
+    """
+    starts = np.asarray(offsets_R1[:-1], np.int64)[rows]
+    lengths = np.diff(offsets_R1).astype(np.int64)[rows]
+    offsets = offsets_of(lengths)
+    index = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
+    return offsets, index
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """One list column.
+
+    >>> Ragged.from_arrow(pa.array([[9], [1, 2], [], None, [3]]).slice(1)).offsets.tolist()
+    [0, 2, 2, 2, 3]
+    """
+
+    offsets: IntArray
+    """[R + 1], starts at 0."""
+    values: AnyArray
+    """[N]; NaN, -1 or False behind a null."""
+    valid: BoolArray | None = None
+    """[N], False where an item is null; None where no item is."""
+    row_valid: BoolArray | None = None
+    """[R], False where the whole list is null; None where no list is."""
+
+    @property
+    def lengths(self) -> IntArray:
+        """Items per list, [R]; 0 for a null list."""
+        return np.diff(self.offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> AnyArray:
+        """Values of one list, a view."""
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"list {row} of {len(self)}")
+        row %= len(self)
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    @classmethod
+    def from_arrow(cls, array: pa.ListArray) -> Ragged:
+        """View of an Arrow list array of numbers or booleans."""
+        offsets, items, row_valid = _list_parts(array)
+        values, valid = _arrow_to_numpy(items)
+        return cls(offsets, values, valid, row_valid)
+
+    def to_arrow(self, item_type: pa.DataType) -> pa.ListArray:
+        """Arrow list array of `item_type`; nulls as `valid` and `row_valid` say."""
+        mask = None if self.valid is None else ~self.valid
+        return _list_array(self.offsets, pa.array(self.values, item_type, mask=mask), self.row_valid)
+
+
+@dataclass(frozen=True)
+class NestedRagged:
+    """A list column of lists: rows hold tokens, tokens hold items.
+
+    >>> nested = NestedRagged.from_arrow(pa.array([[[7]], [[1, 2], None], None]).slice(1))
+    >>> nested.row_offsets.tolist(), nested.inner.offsets.tolist(), nested.inner.row_valid.tolist()
+    ([0, 2, 2], [0, 2, 2], [True, False])
+    """
+
+    row_offsets: IntArray
+    """[R + 1] into the tokens, starts at 0."""
+    inner: Ragged
+    """One list per token."""
+    row_valid: BoolArray | None = None
+    """[R], False where the whole row is null; None where no row is."""
+
+    def __len__(self) -> int:
+        return len(self.row_offsets) - 1
+
+    @classmethod
+    def from_arrow(cls, array: pa.ListArray) -> NestedRagged:
+        """View of an Arrow list array of list arrays."""
+        offsets, items, row_valid = _list_parts(array)
+        return cls(offsets, Ragged.from_arrow(items), row_valid)
+
+    def to_arrow(self, item_type: pa.DataType) -> pa.ListArray:
+        """Arrow list array of lists of `item_type`."""
+        return _list_array(self.row_offsets, self.inner.to_arrow(item_type), self.row_valid)
+
+
+def _list_array(offsets: IntArray, items: pa.Array, row_valid: BoolArray | None) -> pa.ListArray:
+    mask = None if row_valid is None or row_valid.all() else pa.array(~row_valid)
+    arrow_offsets = pa.array(np.asarray(offsets), pa.int32())
+    return pa.ListArray.from_arrays(arrow_offsets, items, pa.list_(items.type), mask=mask)
