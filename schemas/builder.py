@@ -126,7 +126,7 @@ class BatchBuilder:
         self._responses.append(response)
 
     def build_batches(self) -> list[RolloutBatch]:
-        """Everything added, in order, cut at MAX_KEPT_IDS (a single larger response stays whole). Empties the builder."""
+        """Everything added, in order, cut at MAX_KEPT_IDS (one larger response stays whole). Empties the builder."""
         parts: list[list[Response]] = [[]]
         held = 0
         for response in self._responses:

@@ -7,6 +7,7 @@ import pyarrow.compute as pc
 
 from keptset.schemas.columns import COLUMNS, Identity, arrow_schema
 from keptset.schemas.errors import SchemaError
+from keptset.schemas.ragged import holds_list_view, is_list_like, without_list_views
 
 
 def conform(data: pa.RecordBatch | pa.Table) -> pa.RecordBatch:
@@ -45,12 +46,6 @@ def _one_chunk(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     return combined
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    types = pa.types
-    view = types.is_list_view(kind) or types.is_large_list_view(kind) if hasattr(types, "is_list_view") else False
-    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or view)
-
-
 def _is_string(kind: pa.DataType) -> bool:
     types = pa.types
     view = types.is_string_view(kind) if hasattr(types, "is_string_view") else False
@@ -65,7 +60,7 @@ def _castable(source: pa.DataType, target: pa.DataType) -> bool:
     if types.is_dictionary(source):
         return _castable(source.value_type, target)
     if types.is_list(target):
-        return _is_list(source) and _castable(source.value_type, target.value_type)
+        return is_list_like(source) and _castable(source.value_type, target.value_type)
     if types.is_map(target):
         return (
             types.is_map(source)
@@ -89,7 +84,7 @@ def _cast(name: str, array: pa.Array, target: pa.DataType) -> pa.Array:
     try:
         cast = _cast_values(array, target)
     except pa.ArrowInvalid:
-        # Arrow casts the parent's values of a sliced list too: only a dense copy tells whether a value of ours is at fault.
+        # Arrow casts the parent's values of a sliced list too: a dense copy tells whether a value of ours is at fault.
         array = _dense(array, 0, len(array))
         if not _fits(array, target):
             raise _misfit(name, array, target) from None
@@ -106,12 +101,14 @@ def _dense(array: pa.Array, start: int, stop: int) -> pa.Array:
 def _cast_values(array: pa.Array, target: pa.DataType) -> pa.Array:
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
+    if holds_list_view(array.type):
+        array = without_list_views(array)
     return array if array.type.equals(target) else array.cast(target, safe=True)
 
 
 def _overflowed(before: pa.Array, after: pa.Array) -> bool:
     """Whether a finite float64 became infinite in float32, which Arrow's safe cast lets pass."""
-    while _is_list(before.type):
+    while is_list_like(before.type):
         before, after = before.flatten(), after.flatten()
     if not pa.types.is_float64(before.type) or not pa.types.is_float32(after.type):
         return False

@@ -47,6 +47,37 @@ def _list_parts(array: pa.ListArray) -> tuple[IntArray, pa.Array, BoolArray | No
     return offsets_of(lengths), array.flatten(), row_valid
 
 
+def _is_list_view(kind: pa.DataType) -> bool:
+    if not hasattr(pa.types, "is_list_view"):
+        return False
+    return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
+
+
+def is_list_like(kind: pa.DataType) -> bool:
+    """Whether this is any of Arrow's list layouts."""
+    types = pa.types
+    plain = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return bool(plain or _is_list_view(kind))
+
+
+def holds_list_view(kind: pa.DataType) -> bool:
+    """Whether a list view stands at any level of this type."""
+    while is_list_like(kind):
+        if _is_list_view(kind):
+            return True
+        kind = kind.value_type
+    return False
+
+
+def without_list_views(array: pa.Array) -> pa.Array:
+    """The same lists in offset layout at every level. (Arrow's own cast of a list view leaves a buffer too short.)"""
+    if not is_list_like(array.type):
+        return array
+    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+    row_valid = pc.is_valid(array).to_numpy(zero_copy_only=False)
+    return _list_array(offsets_of(lengths), without_list_views(array.flatten()), row_valid)
+
+
 def offsets_of(lengths_R: npt.ArrayLike) -> npt.NDArray[np.int64]:
     """Offsets [R + 1] of lists with these lengths.
 
