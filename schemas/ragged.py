@@ -99,6 +99,16 @@ def row_index(offsets_R1: IntArray) -> npt.NDArray[np.int64]:
     return np.repeat(np.arange(len(offsets_R1) - 1), np.diff(offsets_R1))
 
 
+def span_index(starts_R: npt.NDArray[np.int64], lengths_R: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Index of every item of the spans [start, start + length), in their order.
+
+    >>> span_index(np.array([5, 1]), np.array([2, 3])).tolist()
+    [5, 6, 1, 2, 3]
+    """
+    offsets = offsets_of(lengths_R)
+    return np.arange(offsets[-1]) + np.repeat(starts_R - offsets[:-1], lengths_R)
+
+
 def gather_spans(offsets_R1: IntArray, rows: IntArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """New offsets and item index that pick whole lists `rows`, in that order, without a loop over them.
 
@@ -108,9 +118,7 @@ def gather_spans(offsets_R1: IntArray, rows: IntArray) -> tuple[npt.NDArray[np.i
     """
     starts = np.asarray(offsets_R1[:-1], np.int64)[rows]
     lengths = np.diff(offsets_R1).astype(np.int64)[rows]
-    offsets = offsets_of(lengths)
-    index = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
-    return offsets, index
+    return offsets_of(lengths), span_index(starts, lengths)
 
 
 @dataclass(frozen=True)
