@@ -171,6 +171,10 @@ class RolloutBatch:
     def __len__(self) -> int:
         return self.num_responses
 
+    def __reduce__(self) -> tuple[type[RolloutBatch], tuple[pa.RecordBatch, Identity]]:
+        # Views already made are left behind: they would be stored a second time.
+        return RolloutBatch, (self.arrow, self.identity)
+
     def __repr__(self) -> str:
         return f"RolloutBatch({self.num_responses} responses, {self.num_tokens} tokens, {self.num_kept_ids} kept ids)"
 

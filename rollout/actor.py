@@ -1,0 +1,95 @@
+"""One engine in one process: a plain class, and the Ray actor made of it.
+
+The pool drives a worker by turns: hand in requests, let the engine run for a while, take what ended. Requests that
+have not ended stay in flight between turns.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from keptset.rollout import cpu_threads
+from keptset.rollout.config import EngineConfig
+from keptset.rollout.request import Request
+from keptset.schemas.builder import BatchBuilder
+from keptset.schemas.errors import InvalidInput
+from keptset.schemas.rollout_batch import RolloutBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What one turn of a worker brought, without the responses themselves."""
+
+    finished: tuple[str, ...]
+    """Rollout ids of the responses in the turn's batch."""
+    refused: dict[str, str]
+    """Rollout ids of requests that could not be accepted, with the reason."""
+    unfinished: int
+    """Requests still in flight."""
+    tokens_drawn: int
+    """Tokens drawn in this turn."""
+    seconds: float
+    """Wall time of this turn."""
+
+
+class RolloutWorker:
+    """An engine and its checkpoint. Errors: CheckpointError where the folder cannot be used."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        config: EngineConfig,
+        *,
+        threads: int | None = None,
+        model_id: str | None = None,
+        version: int = 0,
+    ) -> None:
+        cpu_threads.configure(threads)
+        # Paddle reads its thread settings when it is imported, so not before this line.
+        from keptset.rollout.engine import RolloutEngine
+        from keptset.rollout.models import load_decoder
+        from keptset.rollout.tokenizer import tokenizer_digest
+
+        folder = Path(folder)
+        self.engine = RolloutEngine(
+            load_decoder(folder),
+            config,
+            model_id=model_id or folder.name,
+            tokenizer_digest=tokenizer_digest(folder),
+            version=version,
+        )
+
+    def process_id(self) -> int:
+        """The worker's process, for logs and for tests that kill it."""
+        return os.getpid()
+
+    def turn(self, requests: Sequence[Request], seconds: float) -> tuple[Turn, RolloutBatch | None]:
+        """Accept requests and run until `seconds` have passed or nothing is left.
+
+        A request that cannot be accepted is named in the turn; the others go on.
+        """
+        begin, drawn_before = time.monotonic(), self.engine.tokens_drawn
+        refused: dict[str, str] = {}
+        for request in requests:
+            try:
+                self.engine.submit(request)
+            except InvalidInput as error:
+                refused[request.rollout_id or request.prompt_id] = str(error)
+        builder = BatchBuilder(self.engine.identity)
+        finished: list[str] = []
+        while self.engine.unfinished and time.monotonic() - begin < seconds:
+            for response in self.engine.step():
+                builder.add(response)
+                finished.append(response.rollout_id)
+        turn = Turn(
+            finished=tuple(finished),
+            refused=refused,
+            unfinished=self.engine.unfinished,
+            tokens_drawn=self.engine.tokens_drawn - drawn_before,
+            seconds=time.monotonic() - begin,
+        )
+        return turn, builder.build() if finished else None
