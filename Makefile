@@ -1,0 +1,66 @@
+# keptset from a checkout. `make help` lists what there is. Nothing here needs root.
+#
+# PYTHON=/path/to/python3   make the environment with this interpreter
+# ARGS='...'                passed on to `keptset demo` or to pytest
+
+PYTHON ?=
+ARGS ?=
+
+# A PYTHONPATH of the caller's could put another keptset first.
+unexport PYTHONPATH
+
+VENV := .venv
+VENV_GPU := .venv-gpu
+
+# An environment is ready for as long as what it was made from has not changed.
+KEY := $(shell (echo '$(PYTHON)'; cat pyproject.toml hatch_build.py tests/oldest.txt) | cksum | cut -d' ' -f1)
+READY_DEMO := $(VENV)/.ready-demo-$(KEY)
+READY_TEST := $(VENV)/.ready-test-$(KEY)
+READY_GPU := $(VENV_GPU)/.ready-$(KEY)
+
+.NOTPARALLEL:
+.PHONY: help demo test test-gpu-wheel lint typecheck format clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s%s\n", $$1, $$2}' Makefile
+
+demo: $(READY_DEMO)  ## set up .venv and run `keptset demo`
+	$(VENV)/bin/keptset demo $(ARGS)
+
+test: lint typecheck  ## every check and test, in .venv
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-gpu-wheel: $(READY_GPU)  ## the tests with paddlepaddle-gpu 2.6.2 and the oldest supported packages, in .venv-gpu
+	$(VENV_GPU)/bin/python -m pytest $(ARGS)
+
+lint: $(READY_TEST)  ## formatting and lint
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+
+typecheck: $(READY_TEST)  ## types: strict for schemas and trainer_bridge
+	$(VENV)/bin/mypy
+
+format: $(READY_TEST)  ## put the code into its format
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:  ## remove the environments and all caches
+	rm -rf $(VENV) $(VENV_GPU) .links .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY_DEMO):
+	@rm -f $(VENV)/.ready-*
+	@python=$$(.ci/find-python 3.10 3.13 $(or $(PYTHON),python3 any)) && .ci/environment $(VENV) "$$python" -e '.[cpu,demo,report]'
+	@touch $@
+
+$(READY_TEST):
+	@rm -f $(VENV)/.ready-*
+	@python=$$(.ci/find-python 3.10 3.13 $(or $(PYTHON),python3 any)) && .ci/environment $(VENV) "$$python" -e '.[cpu,demo,report,dev]'
+	@touch $@ $(READY_DEMO)
+
+# The oldest Python shows the most here; one that PYTHON names comes first if it fits.
+$(READY_GPU):
+	@rm -f $(VENV_GPU)/.ready-*
+	@python=$$(.ci/find-python 3.10 3.12 $(PYTHON) any) && \
+	    .ci/environment $(VENV_GPU) "$$python" -c tests/oldest.txt -e '.[gpu,demo,report,dev]'
+	@touch $@

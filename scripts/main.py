@@ -1,0 +1,103 @@
+"""The `keptset` command: which subcommands there are, and what an error means for the exit code.
+
+A subcommand is a module with a function `command`, whose parameters typer reads; its line in `COMMANDS` is all that
+registers it. The module is imported when its subcommand is called, so `keptset --help` loads neither Paddle nor Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+import keptset
+from keptset.schemas.errors import (
+    CheckpointError,
+    InvalidInput,
+    KeptsetError,
+    MissingDependency,
+    SchemaError,
+    ScoringRefused,
+    StorageError,
+)
+
+COMMANDS = {
+    "demo": (
+        "keptset.scripts.demo",
+        "Sample a small real model on this machine and score it twice: ratios, table, report.",
+    ),
+}
+"""Subcommand -> (module, one line of help)."""
+
+FOUND, WRONG_USE, UNREADABLE = 1, 2, 3
+"""Exit codes beside 0: findings or rejected rows, wrong use, unreadable input."""
+
+
+def exit_code(error: KeptsetError) -> int:
+    """The exit code that says what kind of error ended the command.
+
+    >>> exit_code(InvalidInput("top_p is 0")), exit_code(StorageError("no spool here"))
+    (2, 3)
+    """
+    if isinstance(error, ScoringRefused):
+        return FOUND
+    if isinstance(error, InvalidInput | MissingDependency):
+        return WRONG_USE
+    if isinstance(error, CheckpointError | SchemaError | StorageError):
+        return UNREADABLE
+    return FOUND
+
+
+class LazyCommand(TyperCommand):
+    """A subcommand known by its name and one line of help until it is called; then its module takes over."""
+
+    def __init__(self, name: str, module: str, line: str) -> None:
+        super().__init__(name, help=line)
+        self.module = module
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        app = typer.Typer(add_completion=False)
+        app.command(self.name)(importlib.import_module(self.module).command)
+        return typer.main.get_command(app).make_context(info_name, args, parent=parent, **extra)
+
+
+def command_line() -> Any:
+    """The whole command as a callable click group."""
+    app = typer.Typer(
+        no_args_is_help=True, add_completion=False, context_settings={"help_option_names": ["-h", "--help"]}
+    )
+    app.callback()(_options)
+    group = typer.main.get_group(app)
+    for name, (module, line) in COMMANDS.items():
+        group.add_command(LazyCommand(name, module, line), name)
+    return group
+
+
+def main() -> None:
+    """Run the command; the process ends with its exit code."""
+    try:
+        command_line()(prog_name="keptset")
+    except KeptsetError as error:
+        print(f"keptset: {error}", file=sys.stderr)
+        sys.exit(exit_code(error))
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"keptset {keptset.__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Importance ratios that stay true when rollouts are sampled from a truncated distribution."""
+
+
+if __name__ == "__main__":
+    main()
