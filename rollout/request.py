@@ -56,3 +56,10 @@ class Request:
                 f"prompt {self.prompt_id}: id {ids[at]} at position {at} is outside the vocabulary [0, {vocab_size}); "
                 "was it encoded with another model's tokenizer?"
             )
+        given = {"stop_token_ids": self.params.stop_token_ids, "logit_bias": tuple(self.params.logit_bias)}
+        for name, wanted in given.items():
+            beyond = [token_id for token_id in wanted if token_id >= vocab_size]
+            if beyond:
+                raise InvalidInput(
+                    f"prompt {self.prompt_id}: {name} names {beyond[0]}, which is outside the vocabulary [0, {vocab_size})"
+                )
