@@ -1,9 +1,9 @@
 """How the folders at the top of the repository become the package `keptset`.
 
-A wheel maps each folder to `keptset/<folder>` and keptset.py to `keptset/__init__.py`. An editable install puts `.links`
-on the path, which holds nothing but a `keptset` made of links to the same places: the repository itself on the path would
-let our `schemas` and `scripts` win against a user's own folders of those names. hatchling's static `force-include` would
-be copied into an editable install too, where edits do not reach it. Type checkers read `.links` as well.
+A wheel maps each folder to `keptset/<folder>`, keptset.py to `keptset/__init__.py`. An editable install puts `.links`
+on the path: it holds nothing but a `keptset` made of links to the same places. The repository itself on the path would
+let our `schemas` and `scripts` win against a user's own folders of those names, and hatchling's static `force-include`
+would be copied into an editable install, where edits do not reach it. Type checkers read `.links` as well.
 """
 
 from pathlib import Path
