@@ -1,0 +1,209 @@
+"""Where in a trainer's layout the logits that predict each response token sit.
+
+A causal model's logits at position i predict the token at i + 1, so the token at own position i is scored at i - 1;
+the first token of a response is predicted at the last position of its prompt.
+
+    padded:  flat index of own position = row * L + padding on the left + prompt length + position in the response
+    packed:  cu_seqlens[row]            +                                 prompt length + position in the response
+
+Legend: B responses, L padded length, P packed length, T sampled tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from keptset.schemas.errors import InvalidInput, ViolationError
+from keptset.schemas.findings import Example, Finding, FindingKind, Severity
+from keptset.schemas.ragged import offsets_of, row_index
+from keptset.schemas.rollout_batch import RolloutBatch
+from keptset.trainer_bridge.sampled_tokens import Bools, Ints, SampledTokens, sampled_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedBatch:
+    """Prompt and response of each row on a grid [B, L].
+
+    >>> batch = ...                                                                 # doctest: +SKIP
+    >>> padded = to_padded(batch, pad_token_id=0, side="right")                     # doctest: +SKIP
+    >>> logits_BLV = model(padded.input_ids_BL, padded.position_ids_BL)             # doctest: +SKIP
+    >>> scores = score_aligned(padded, logits_BLV)                                  # doctest: +SKIP
+    """
+
+    input_ids_BL: Ints
+    position_ids_BL: Ints
+    """0 at the first token of the prompt, and on the padding."""
+    attention_mask_BL: Bools
+    """False on the padding."""
+    response_mask_BL: Bools
+    """True at every response token's own position, sampled or not."""
+    loss_mask_BL: Bools
+    """True at the own position of tokens that are sampled and trainable."""
+    logit_index_T: Ints
+    """Into [B * L]: the position whose logits predict sampled token t; its own position is one further."""
+    tokens: SampledTokens
+    """The sampled tokens, in the order of logit_index_T: behaviour log-probabilities, kept ids and offsets."""
+
+    @property
+    def num_positions(self) -> int:
+        """B * L: rows of the logits that this layout expects."""
+        return int(self.input_ids_BL.size)
+
+    def on_grid(self, values_T: ArrayLike, fill: float) -> NDArray[np.generic]:
+        """Values of the sampled tokens at their own positions [B, L], `fill` elsewhere."""
+        values_T = np.asarray(values_T)
+        grid = np.full(self.num_positions, fill, values_T.dtype)
+        grid[self.logit_index_T + 1] = values_T
+        return grid.reshape(self.input_ids_BL.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """Prompt and response of each row, row after row on one axis [P]."""
+
+    input_ids_P: Ints
+    position_ids_P: Ints
+    """Start again at 0 in each row."""
+    cu_seqlens_B1: NDArray[np.int32]
+    """Row r is [cu_seqlens[r], cu_seqlens[r + 1]); int32 as attention kernels take it."""
+    max_seqlen: int
+    response_mask_P: Bools
+    loss_mask_P: Bools
+    logit_index_T: Ints
+    """Into [P]: the position whose logits predict sampled token t."""
+    tokens: SampledTokens
+
+    @property
+    def num_positions(self) -> int:
+        """P: rows of the logits that this layout expects."""
+        return len(self.input_ids_P)
+
+
+def to_padded(
+    batch: RolloutBatch, *, pad_token_id: int, side: Literal["left", "right"], length: int | None = None
+) -> PaddedBatch:
+    """Lay a batch out on a grid, padded on one side to `length` (None: the longest row).
+
+    Errors: ViolationError of kind `prompt` where the first token was sampled and no prompt precedes it; InvalidInput
+    where a row is longer than `length`: rows are never cut.
+    """
+    if side not in ("left", "right"):
+        raise InvalidInput(f"side is {side!r}; it must be 'left' or 'right'")
+    rows = _Rows(batch)
+    longest = int(rows.length_B.max(initial=0))
+    width = longest if length is None else length
+    if longest > width:
+        row = int(np.argmax(rows.length_B))
+        raise InvalidInput(
+            f"response {batch.rollout_ids[row]} has {longest} tokens with its prompt, more than length = {width}; "
+            f"give a larger length or filter the batch"
+        )
+    padding_B = width - rows.length_B if side == "left" else np.zeros_like(rows.length_B)
+    start_B = np.arange(len(rows.length_B)) * width + padding_B
+    shape = (len(rows.length_B), width)
+    where = rows.place(start_B)
+    return PaddedBatch(
+        input_ids_BL=_ids(shape, pad_token_id, rows.ids_P, where.all_P),
+        position_ids_BL=_ids(shape, 0, rows.position_P, where.all_P),
+        attention_mask_BL=_mask(shape, where.all_P),
+        response_mask_BL=_mask(shape, where.response_A),
+        loss_mask_BL=_mask(shape, where.sampled_T[rows.tokens.trainable_T]),
+        logit_index_T=where.sampled_T - 1,
+        tokens=rows.tokens,
+    )
+
+
+def to_packed(batch: RolloutBatch) -> PackedBatch:
+    """Lay a batch out on one axis, without padding.
+
+    Errors: ViolationError of kind `prompt` where the first token was sampled and no prompt precedes it.
+    """
+    rows = _Rows(batch)
+    cu_seqlens_B1 = offsets_of(rows.length_B)
+    where = rows.place(cu_seqlens_B1[:-1])
+    shape = (len(rows.ids_P),)
+    return PackedBatch(
+        input_ids_P=rows.ids_P,
+        position_ids_P=rows.position_P,
+        cu_seqlens_B1=cu_seqlens_B1.astype(np.int32),
+        max_seqlen=int(rows.length_B.max(initial=0)),
+        response_mask_P=_mask(shape, where.response_A),
+        loss_mask_P=_mask(shape, where.sampled_T[rows.tokens.trainable_T]),
+        logit_index_T=where.sampled_T - 1,
+        tokens=rows.tokens,
+    )
+
+
+def _ids(shape: tuple[int, ...], fill: int, values: Ints, at: Ints) -> Ints:
+    flat: Ints = np.full(int(np.prod(shape)), fill, np.int64)
+    flat[at] = values
+    return flat.reshape(shape)
+
+
+def _mask(shape: tuple[int, ...], at: Ints) -> Bools:
+    flat: Bools = np.zeros(int(np.prod(shape)), bool)
+    flat[at] = True
+    return flat.reshape(shape)
+
+
+@dataclass(frozen=True)
+class _Places:
+    all_P: Ints
+    """Own positions of every prompt and response token."""
+    response_A: Ints
+    """Own positions of every response token."""
+    sampled_T: Ints
+    """Own positions of the sampled tokens."""
+
+
+class _Rows:
+    """Prompt and response of each row joined: ids and positions back to back, before any layout."""
+
+    def __init__(self, batch: RolloutBatch) -> None:
+        self.tokens = sampled_tokens(batch)
+        response = batch.token_ids
+        prompt = batch.prompt_token_ids
+        self._prompt_length_B = np.zeros(len(response), np.int64) if prompt is None else prompt.lengths.astype(np.int64)
+        _require_prompts(self.tokens, self._prompt_length_B)
+        self._response_offsets_B1 = np.asarray(response.offsets, np.int64)
+        self.length_B: Ints = self._prompt_length_B + np.diff(self._response_offsets_B1)
+        self._packed_B1 = offsets_of(self.length_B)
+        row_P = row_index(self._packed_B1)
+        self.position_P: Ints = np.arange(len(row_P)) - self._packed_B1[row_P]
+        in_prompt_P = self.position_P < self._prompt_length_B[row_P]
+        self.ids_P: Ints = np.empty(len(row_P), np.int64)
+        self.ids_P[~in_prompt_P] = response.values
+        if prompt is not None:
+            self.ids_P[in_prompt_P] = prompt.values
+        self._row_P = row_P
+        self._in_prompt_P = in_prompt_P
+
+    def place(self, start_B: Ints) -> _Places:
+        """Flat positions in a layout whose rows begin at `start_B`."""
+        all_P = start_B[self._row_P] + self.position_P
+        response_A = all_P[~self._in_prompt_P]
+        tokens = self.tokens
+        return _Places(
+            all_P=all_P,
+            response_A=response_A,
+            sampled_T=response_A[self._response_offsets_B1[tokens.row_T] + tokens.position_T],
+        )
+
+
+def _require_prompts(tokens: SampledTokens, prompt_length_B: Ints) -> None:
+    first_T = tokens.position_T == 0
+    rows = tokens.row_T[first_T & (prompt_length_B[tokens.row_T] == 0)]
+    if not len(rows):
+        return
+    examples = tuple(
+        Example(rollout_id=tokens.rollout_ids[row], position=0, detail="sampled, and nothing stands before it")
+        for row in rows[:3].tolist()
+    )
+    finding = Finding(
+        kind=FindingKind.PROMPT, severity=Severity.ERROR, count=len(rows), responses=len(rows), examples=examples
+    )
+    raise ViolationError(f"no logits predict the first token: {finding}; record prompt_token_ids", (finding,))

@@ -1,0 +1,113 @@
+"""Scores of an aligned batch: its layout finds the logits, its record the ids, temperature and processors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from keptset.schemas.errors import InvalidInput
+from keptset.trainer_bridge.alignment import PackedBatch, PaddedBatch
+from keptset.trainer_bridge.replay import Replayer
+from keptset.trainer_bridge.scoring.hand import Ints, Tensor
+from keptset.trainer_bridge.scoring.plan import plan_full_vocabulary, plan_scores, plan_share
+from keptset.trainer_bridge.scoring.run import MAX_ELEMENTS, Job, Scores, run, run_in_chunks
+from keptset.trainer_bridge.violations import OnViolation
+
+LogitsOf = Callable[[Ints], Tensor]
+"""Flat positions of the layout to their logits [len(positions), V]."""
+DEFAULT_FULL_SHARE = 0.01
+"""Share of the tokens on which the trainer's kept mass is measured beside the recorded one."""
+
+
+def score_aligned(
+    aligned: PaddedBatch | PackedBatch,
+    logits: Tensor | LogitsOf,
+    *,
+    on_violation: OnViolation = "raise",
+    entropy: bool = False,
+    full_share: float = DEFAULT_FULL_SHARE,
+    max_elements: int = MAX_ELEMENTS,
+) -> Scores:
+    """Score every sampled token over its kept set.
+
+    `logits` are those of the layout, [B, L, V] or [B * L, V] (padded), [P, V] or [1, P, V] (packed), as the model gives
+    them: unshifted, before temperature and processors. Or a function from flat positions to their logits, called for
+    pieces of at most `max_elements`, so that logits of the whole batch never exist.
+
+    Errors: those of `score_from_logits`, and of replay; ScoringRefused where behaviour log-probabilities are not over
+    the kept sets.
+    """
+    tokens = aligned.tokens
+    tokens.check_domain()
+    vocab_size = _vocab_size(aligned, logits)
+    replayer = Replayer(tokens)
+    plan = plan_scores(
+        tokens.token_ids_T,
+        tokens.kept_offsets_T1,
+        tokens.kept_ids_N,
+        tokens.temperature_T,
+        vocab_size=vocab_size,
+        full_T=tokens.full_T,
+        absent_T=tokens.absent_T,
+        replay_N=replayer.kept(),
+        patch=replayer.full(np.flatnonzero(tokens.full_T)),
+        on_violation=on_violation,
+        locate=tokens.locate,
+    )
+    share = plan_share(plan, tokens.token_ids_T, tokens.temperature_T, share=full_share)
+    if share is not None:
+        share = replace(share, patch=replayer.full(share.full_F))
+    return _run(aligned, logits, Job(plan=plan, share=share, entropy=entropy), vocab_size, max_elements)
+
+
+def score_aligned_full_vocabulary(
+    aligned: PaddedBatch | PackedBatch, logits: Tensor | LogitsOf, *, max_elements: int = MAX_ELEMENTS
+) -> Scores:
+    """Score every sampled token over the whole vocabulary: the uncorrected way, and the only one where no kept set was
+    recorded. The result says `full`; its ratios carry the kept mass as a bias.
+
+    Takes `logits` and raises as `score_aligned`, but needs no kept sets; refuses temperature 0.
+    """
+    tokens = aligned.tokens
+    vocab_size = _vocab_size(aligned, logits)
+    plan = plan_full_vocabulary(
+        tokens.token_ids_T,
+        tokens.temperature_T,
+        vocab_size=vocab_size,
+        patch=Replayer(tokens).full(np.arange(tokens.num_tokens)),
+        locate=tokens.locate,
+    )
+    scores = _run(aligned, logits, Job(plan=plan, share=None, entropy=False), vocab_size, max_elements)
+    return replace(scores, over="full")
+
+
+def _vocab_size(aligned: PaddedBatch | PackedBatch, logits: Tensor | LogitsOf) -> int:
+    tokens = aligned.tokens
+    if callable(logits) and not hasattr(logits, "shape"):
+        if tokens.vocab_size is None:
+            raise InvalidInput("the batch does not tell its vocabulary size, so logits cannot be made in chunks")
+        return tokens.vocab_size
+    vocab_size = int(logits.shape[-1])
+    if tokens.full_T.any() and tokens.vocab_size not in (None, vocab_size):
+        raise InvalidInput(
+            f"logits have {vocab_size} columns, but tokens were drawn from a whole vocabulary of {tokens.vocab_size}"
+        )
+    return vocab_size
+
+
+def _run(
+    aligned: PaddedBatch | PackedBatch, logits: Tensor | LogitsOf, job: Job, vocab_size: int, max_elements: int
+) -> Scores:
+    rows_T = aligned.logit_index_T
+    if callable(logits) and not hasattr(logits, "shape"):
+        return run_in_chunks(job, logits, rows_T, vocab_size=vocab_size, max_elements=max_elements)
+    shape = [int(n) for n in logits.shape]
+    positions = int(np.prod(shape[:-1]))
+    if len(shape) not in (2, 3) or positions != aligned.num_positions:
+        raise InvalidInput(
+            f"logits have shape {shape}; this layout has {aligned.num_positions} positions: pass them as the "
+            f"model gives them, not shifted and not cut"
+        )
+    return run(job, logits.reshape([positions, vocab_size]), rows_T)

@@ -1,0 +1,99 @@
+"""The few operations in which array frameworks differ, behind one protocol; the maths on top is written once.
+
+A hand is made for one logits array and follows it: its device, its dtype. Index arrays are uploaded to where the
+logits are, results are left there. Sums are accumulated in float32, or float64 where the logits are float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keptset.schemas.errors import InvalidInput
+
+Tensor = Any
+"""An array of the framework that the hand speaks for."""
+Ints = NDArray[np.int64]
+
+
+class Hand(Protocol):
+    """What scoring needs of a framework. [R, V] are the logits; M, A, T are flat axes."""
+
+    def without_logits(self) -> Hand:
+        """The same hand holding on to no logits: `gather` and `rows` are gone, their memory can go too."""
+
+    def exact(self) -> AbstractContextManager[object]:
+        """Within it no gradient is recorded and nothing is computed narrower than asked."""
+
+    def ints(self, values: Ints) -> Tensor:
+        """Index array where the logits are."""
+
+    def floats(self, values: NDArray[np.floating]) -> Tensor:
+        """Floats of the working dtype where the logits are."""
+
+    def gather(self, flat_M: Ints) -> Tensor:
+        """Logits at flat indices into [R * V], in the working dtype."""
+
+    def rows(self, rows: Ints) -> Tensor:
+        """Whole rows [len(rows), V] of the logits, a copy in the working dtype."""
+
+    def take(self, values: Tensor, index: Tensor) -> Tensor:
+        """values[index] along the only axis."""
+
+    def put(self, values: Tensor, index: Tensor, new: Tensor) -> Tensor:
+        """`values` with `new` at distinct places of its flattened axis; may write in place."""
+
+    def segment_max(self, values_M: Tensor, starts_A1: Ints, segment_M: Tensor) -> Tensor:
+        """Largest of each contiguous, nonempty segment."""
+
+    def segment_sum(self, values_M: Tensor, starts_A1: Ints, segment_M: Tensor) -> Tensor:
+        """Sum of each contiguous, nonempty segment."""
+
+    def row_max(self, values_RV: Tensor) -> Tensor:
+        """Largest of each row, [R, 1]."""
+
+    def row_sum(self, values_RV: Tensor) -> Tensor:
+        """Sum of each row, [R, 1]."""
+
+    def exp(self, values: Tensor) -> Tensor: ...
+
+    def log(self, values: Tensor) -> Tensor: ...
+
+    def where(self, condition: Tensor, left: Tensor | float, right: Tensor) -> Tensor: ...
+
+    def concatenate(self, parts: list[Tensor]) -> Tensor: ...
+
+    def new_gradient(self) -> Tensor:
+        """Zeros [R, V] in the working dtype, to be filled by `put` and `put_rows`."""
+
+    def put_rows(self, gradient_RV: Tensor, rows: Ints, new: Tensor) -> Tensor:
+        """`gradient_RV` with whole rows replaced; may write in place."""
+
+    def finish_gradient(self, gradient_RV: Tensor) -> Tensor:
+        """In the dtype of the logits."""
+
+    def attach(self, value_T: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
+        """`value_T` as a function of the logits: `backward` maps its gradient [T] to theirs [R, V].
+
+        A framework without gradients returns `value_T`.
+        """
+
+
+def hand_for(logits_RV: Tensor) -> Hand:
+    """The hand that speaks the logits' framework. InvalidInput where none does, or where the logits are not [R, V]."""
+    framework = type(logits_RV).__module__.split(".")[0]
+    hand: Hand
+    if isinstance(logits_RV, np.ndarray):
+        from keptset.trainer_bridge.scoring.numpy_hand import NumpyHand as hand_class
+    elif framework == "paddle":
+        from keptset.trainer_bridge.scoring.paddle_hand import PaddleHand as hand_class  # type: ignore[assignment]
+    else:
+        raise InvalidInput(f"logits are a {type(logits_RV)}; scoring takes NumPy arrays and Paddle tensors")
+    if len(logits_RV.shape) != 2:
+        raise InvalidInput(f"logits have shape {list(logits_RV.shape)}; reshape them to [positions, vocabulary]")
+    hand = hand_class(logits_RV)
+    return hand

@@ -1,0 +1,121 @@
+"""Paddle: gradients by one PyLayer around the shared backward, on whatever device the logits are.
+
+Works with Paddle 2.6.2 and 3. Its CPU build lacks some kernels for half precision; logits of such a dtype are widened
+as a whole there, and only there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+import paddle
+from numpy.typing import NDArray
+
+from keptset.schemas.errors import InvalidInput
+from keptset.trainer_bridge.scoring.hand import Ints, Tensor
+
+_HALF = (paddle.float16, paddle.bfloat16)
+
+
+class PaddleHand:
+    """See `Hand`. Works in float32, or float64 where the logits are float64."""
+
+    def __init__(self, logits_RV: Tensor) -> None:
+        if logits_RV.dtype not in (*_HALF, paddle.float32, paddle.float64):
+            raise InvalidInput(f"logits have dtype {logits_RV.dtype}; they must be floating point")
+        self._source_RV = logits_RV
+        self._place, self._source_dtype, self._shape = logits_RV.place, logits_RV.dtype, logits_RV.shape
+        self._dtype = paddle.float64 if logits_RV.dtype == paddle.float64 else paddle.float32
+        logits_RV = logits_RV.detach()
+        lacks_kernels = logits_RV.place.is_cpu_place() and logits_RV.dtype in _HALF
+        self._logits_RV = logits_RV.astype(self._dtype) if lacks_kernels else logits_RV
+
+    def without_logits(self) -> PaddleHand:
+        slim = copy.copy(self)
+        slim._source_RV = slim._logits_RV = None
+        return slim
+
+    def exact(self) -> AbstractContextManager[object]:
+        return _exact()
+
+    def ints(self, values: Ints) -> Tensor:
+        return paddle.to_tensor(np.ascontiguousarray(values, np.int64), place=self._place)
+
+    def floats(self, values: NDArray[np.floating]) -> Tensor:
+        wide = np.float64 if self._dtype == paddle.float64 else np.float32
+        return paddle.to_tensor(np.ascontiguousarray(values, wide), place=self._place)
+
+    def gather(self, flat_M: Ints) -> Tensor:
+        return paddle.gather(self._logits_RV.reshape([-1]), self.ints(flat_M)).astype(self._dtype)
+
+    def rows(self, rows: Ints) -> Tensor:
+        return paddle.gather(self._logits_RV, self.ints(rows), axis=0).astype(self._dtype)
+
+    def take(self, values: Tensor, index: Tensor) -> Tensor:
+        return paddle.gather(values, index)
+
+    def put(self, values: Tensor, index: Tensor, new: Tensor) -> Tensor:
+        shape = values.shape
+        return paddle.scatter_(values.reshape([-1]), index, new, overwrite=True).reshape(shape)
+
+    def segment_max(self, values_M: Tensor, starts_A1: Ints, segment_M: Tensor) -> Tensor:
+        return paddle.geometric.segment_max(values_M, segment_M)
+
+    def segment_sum(self, values_M: Tensor, starts_A1: Ints, segment_M: Tensor) -> Tensor:
+        return paddle.geometric.segment_sum(values_M, segment_M)
+
+    def row_max(self, values_RV: Tensor) -> Tensor:
+        return paddle.max(values_RV, axis=1, keepdim=True)
+
+    def row_sum(self, values_RV: Tensor) -> Tensor:
+        return paddle.sum(values_RV, axis=1, keepdim=True)
+
+    def exp(self, values: Tensor) -> Tensor:
+        return paddle.exp(values)
+
+    def log(self, values: Tensor) -> Tensor:
+        return paddle.log(values)
+
+    def where(self, condition: Tensor, left: Tensor | float, right: Tensor) -> Tensor:
+        return paddle.where(
+            condition, left if isinstance(left, paddle.Tensor) else paddle.full_like(right, left), right
+        )
+
+    def concatenate(self, parts: list[Tensor]) -> Tensor:
+        return paddle.concat(parts)
+
+    def new_gradient(self) -> Tensor:
+        return self.floats(np.zeros(1)).expand(self._shape).clone()
+
+    def put_rows(self, gradient_RV: Tensor, rows: Ints, new: Tensor) -> Tensor:
+        return paddle.scatter_(gradient_RV, self.ints(rows), new, overwrite=True)
+
+    def finish_gradient(self, gradient_RV: Tensor) -> Tensor:
+        return gradient_RV.astype(self._source_dtype)
+
+    def attach(self, value_T: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
+        if self._source_RV.stop_gradient:
+            return value_T
+        return _WithGradient.apply(self._source_RV, lambda: value_T, backward)
+
+
+@contextmanager
+def _exact() -> Iterator[None]:
+    # Mixed precision would narrow the sums, and the graph of what happens inside is replaced by `attach`.
+    with paddle.no_grad(), paddle.amp.auto_cast(enable=False):
+        yield
+
+
+class _WithGradient(paddle.autograd.PyLayer):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, logits_RV: Tensor, value: Callable[[], Tensor], backward: Callable[[Tensor], Tensor]) -> Any:
+        ctx.run_backward = backward
+        return value()
+
+    @staticmethod
+    def backward(ctx: Any, gradient_T: Tensor) -> Tensor:
+        return ctx.run_backward(gradient_T)
