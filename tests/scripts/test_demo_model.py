@@ -1,4 +1,4 @@
-"""The demo's model: conversion of a small synthetic GGUF file, every way to fetch it, and the real model itself."""
+"""The demo's model: conversion of a small synthetic GGUF file, and every way in which fetching it ends."""
 
 import concurrent.futures
 import hashlib
@@ -18,9 +18,8 @@ from tokenizers import pre_tokenizers
 from keptset.rollout.tokenizer import Tokenizer
 from keptset.schemas.errors import CheckpointError, MissingDependency
 from keptset.scripts import demo_model, gguf_checkpoint
-from keptset.scripts.demo_model import PROMPTS, ensure_demo_model
+from keptset.scripts.demo_model import ensure_demo_model
 
-DATA = Path(__file__).parents[1] / "data"
 HIDDEN, HEADS, KV_HEADS, LAYERS, FFN = 64, 4, 2, 2, 96
 HEAD_DIM = HIDDEN // HEADS
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -418,43 +417,3 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
     monkeypatch.setattr(Path, "home", homeless)
     with pytest.raises(CheckpointError, match="set XDG_CACHE_HOME"):
         demo_model.default_cache()
-
-
-# The real model: fetched into the user's cache on first use, which is what `keptset demo` does too.
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    return ensure_demo_model()
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    return [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
-
-
-def test_there_are_64_prompts_with_ids_of_their_own(prompts):
-    assert len(prompts) == 64
-    assert len({prompt["prompt_id"] for prompt in prompts}) == 64
-    for prompt in prompts:
-        assert prompt.keys() == {"prompt_id", "messages"}
-        assert prompt["messages"][-1]["role"] == "user"
-        assert all(message.keys() == {"role", "content"} and message["content"] for message in prompt["messages"])
-
-
-def test_prompts_are_short_enough_for_two_cores_and_not_all_of_one_length(smollm2, prompts):
-    tokenizer = Tokenizer.from_folder(smollm2)
-    lengths = np.array([len(tokenizer.encode_chat(prompt["messages"])) for prompt in prompts])
-    assert lengths.mean() < 50
-    assert lengths.max() < 150
-    assert (lengths > 75).sum() >= 4
-
-
-def test_the_real_tokenizer_gives_the_ids_that_transformers_gave(smollm2):
-    expected = safetensors.numpy.load_file(DATA / "smollm2_expected.safetensors")
-    tokenizer = Tokenizer.from_folder(smollm2)
-    prompt_ids = tokenizer.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
-    np.testing.assert_array_equal(prompt_ids, expected["token_ids"][: expected["prompt_length"][0]])
-    answer_ids = expected["token_ids"][expected["prompt_length"][0] :]
-    assert tokenizer.decode(answer_ids) == "The capital of France is Paris.<|im_end|>"
-    assert answer_ids[-1] in tokenizer.stop_token_ids
