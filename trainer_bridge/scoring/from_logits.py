@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from keptset.schemas.errors import InvalidInput
 from keptset.trainer_bridge.replay import Patch, Replay
-from keptset.trainer_bridge.scoring.hand import Ints, Tensor, hand_for
+from keptset.trainer_bridge.scoring.hand import Ints, Tensor, logits_hand
 from keptset.trainer_bridge.scoring.plan import plan_full_vocabulary, plan_scores, plan_share
 from keptset.trainer_bridge.scoring.run import Job, Scores, run
 from keptset.trainer_bridge.violations import Locate, OnViolation, locate_by_index
@@ -55,7 +55,7 @@ def score_from_logits(
     >>> score_from_logits(logits, [1], [0, 2], [0, 1], [1.0]).logprobs_T.round(4).tolist()
     [-1.3133]
     """
-    hand_for(logits_RV)
+    logits_hand(logits_RV)
     num_rows, vocab_size = (int(n) for n in logits_RV.shape)
     plan = plan_scores(
         token_ids_T,
@@ -91,7 +91,7 @@ def score_full_vocabulary(
     Errors: InvalidInput where arrays do not fit; ScoringRefused where a temperature is unknown or 0; ViolationError
     (kind `range`) where an id lies outside [0, V).
     """
-    hand_for(logits_RV)
+    logits_hand(logits_RV)
     num_rows, vocab_size = (int(n) for n in logits_RV.shape)
     plan = plan_full_vocabulary(token_ids_T, temperature_T, vocab_size=vocab_size, patch=patch, locate=locate)
     job = Job(plan=plan, share=None, entropy=False)

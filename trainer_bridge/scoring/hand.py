@@ -1,7 +1,7 @@
 """The few operations in which array frameworks differ, behind one protocol; the maths on top is written once.
 
-A hand is made for one logits array and follows it: its device, its dtype. Index arrays are uploaded to where the
-logits are, results are left there. Sums are accumulated in float32, or float64 where the logits are float64.
+A hand is made for one array and follows it: its device, its dtype. Index arrays are uploaded to where the array is,
+results are left there. Sums are accumulated in float32, or float64 where the array is float64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 
 
 class Hand(Protocol):
-    """What scoring needs of a framework. [R, V] are the logits; M, A, T are flat axes."""
+    """What scoring and ratios need of a framework. [R, V] are logits; M, A, T are flat axes."""
 
     def without_logits(self) -> Hand:
         """The same hand holding on to no logits: `gather` and `rows` are gone, their memory can go too."""
@@ -40,6 +40,9 @@ class Hand(Protocol):
 
     def rows(self, rows: Ints) -> Tensor:
         """Whole rows [len(rows), V] of the logits, a copy in the working dtype."""
+
+    def to_host(self, values: Tensor) -> NDArray[np.float64]:
+        """The numbers alone, as NumPy."""
 
     def take(self, values: Tensor, index: Tensor) -> Tensor:
         """values[index] along the only axis."""
@@ -83,17 +86,26 @@ class Hand(Protocol):
         """
 
 
-def hand_for(logits_RV: Tensor) -> Hand:
-    """The hand that speaks the logits' framework. InvalidInput where none does, or where the logits are not [R, V]."""
-    framework = type(logits_RV).__module__.split(".")[0]
+def hand_for(array: Tensor) -> Hand:
+    """The hand that speaks the framework of an array and follows its device. InvalidInput where none does."""
+    framework = type(array).__module__.split(".")[0]
     hand: Hand
-    if isinstance(logits_RV, np.ndarray):
-        from keptset.trainer_bridge.scoring.numpy_hand import NumpyHand as hand_class
+    if isinstance(array, np.ndarray):
+        from keptset.trainer_bridge.scoring.numpy_hand import NumpyHand
+
+        hand = NumpyHand(array)
     elif framework == "paddle":
-        from keptset.trainer_bridge.scoring.paddle_hand import PaddleHand as hand_class  # type: ignore[assignment]
+        from keptset.trainer_bridge.scoring.paddle_hand import PaddleHand
+
+        hand = PaddleHand(array)
     else:
-        raise InvalidInput(f"logits are a {type(logits_RV)}; scoring takes NumPy arrays and Paddle tensors")
+        raise InvalidInput(f"got a {type(array)}; scoring takes NumPy arrays and Paddle tensors")
+    return hand
+
+
+def logits_hand(logits_RV: Tensor) -> Hand:
+    """The hand for logits. InvalidInput where they are not [R, V]."""
+    hand = hand_for(logits_RV)
     if len(logits_RV.shape) != 2:
         raise InvalidInput(f"logits have shape {list(logits_RV.shape)}; reshape them to [positions, vocabulary]")
-    hand = hand_class(logits_RV)
     return hand

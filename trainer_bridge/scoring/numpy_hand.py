@@ -19,7 +19,7 @@ class NumpyHand:
 
     def __init__(self, logits_RV: NDArray[np.floating]) -> None:
         if not np.issubdtype(logits_RV.dtype, np.floating):
-            raise InvalidInput(f"logits have dtype {logits_RV.dtype}; they must be floating point")
+            raise InvalidInput(f"array has dtype {logits_RV.dtype}; it must be floating point")
         self._logits_RV = logits_RV
 
     def without_logits(self) -> NumpyHand:
@@ -41,6 +41,9 @@ class NumpyHand:
 
     def rows(self, rows: Ints) -> Array:
         return self._logits_RV[rows].astype(np.float64)
+
+    def to_host(self, values: Array) -> Array:
+        return values
 
     def take(self, values: Array, index: Ints) -> Array:
         return values[index]

@@ -26,7 +26,7 @@ class PaddleHand:
 
     def __init__(self, logits_RV: Tensor) -> None:
         if logits_RV.dtype not in (*_HALF, paddle.float32, paddle.float64):
-            raise InvalidInput(f"logits have dtype {logits_RV.dtype}; they must be floating point")
+            raise InvalidInput(f"tensor has dtype {logits_RV.dtype}; it must be floating point")
         self._source_RV = logits_RV
         self._place, self._source_dtype, self._shape = logits_RV.place, logits_RV.dtype, logits_RV.shape
         self._dtype = paddle.float64 if logits_RV.dtype == paddle.float64 else paddle.float32
@@ -54,6 +54,10 @@ class PaddleHand:
 
     def rows(self, rows: Ints) -> Tensor:
         return paddle.gather(self._logits_RV, self.ints(rows), axis=0).astype(self._dtype)
+
+    def to_host(self, values: Tensor) -> NDArray[np.float64]:
+        host: NDArray[np.float64] = values.detach().numpy().astype(np.float64)
+        return host
 
     def take(self, values: Tensor, index: Tensor) -> Tensor:
         return paddle.gather(values, index)

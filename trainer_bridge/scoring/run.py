@@ -12,7 +12,7 @@ import numpy as np
 
 from keptset.schemas.errors import InvalidInput
 from keptset.trainer_bridge.scoring.full_softmax import full_gradient, full_softmax
-from keptset.trainer_bridge.scoring.hand import Hand, Ints, Tensor, hand_for
+from keptset.trainer_bridge.scoring.hand import Hand, Ints, Tensor, hand_for, logits_hand
 from keptset.trainer_bridge.scoring.kept_softmax import kept_gradient, kept_softmax
 from keptset.trainer_bridge.scoring.plan import Plan
 from keptset.trainer_bridge.violations import Violations
@@ -68,7 +68,7 @@ class Job:
 
 def run(job: Job, logits_RV: Tensor, rows_T: Ints) -> Scores:
     """Scores from logits whose row `rows_T[t]` predicts token t (any number where it needs none)."""
-    hand = hand_for(logits_RV)
+    hand = logits_hand(logits_RV)
     plan, vocab_size = job.plan, int(logits_RV.shape[1])
     with hand.exact():
         kept = kept_softmax(hand, plan, rows_T, vocab_size, entropy=job.entropy) if len(plan.active_A) else None
