@@ -49,18 +49,17 @@ clean:  ## remove the environments and all caches
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY_DEMO):
-	@rm -f $(VENV)/.ready-*
-	@python=$$(.ci/find-python 3.10 3.13 $(or $(PYTHON),python3 any)) && .ci/environment $(VENV) "$$python" -e '.[cpu,demo,report]'
+	@python=$$(.ci/find-python 3.10 3.13 $(or $(PYTHON),python3 any)) && rm -f $(VENV)/.ready-* && \
+	    .ci/environment $(VENV) "$$python" -e '.[cpu,demo,report]'
 	@touch $@
 
 $(READY_TEST):
-	@rm -f $(VENV)/.ready-*
-	@python=$$(.ci/find-python 3.10 3.13 $(or $(PYTHON),python3 any)) && .ci/environment $(VENV) "$$python" -e '.[cpu,demo,report,dev]'
+	@python=$$(.ci/find-python 3.10 3.13 $(or $(PYTHON),python3 any)) && rm -f $(VENV)/.ready-* && \
+	    .ci/environment $(VENV) "$$python" -e '.[cpu,demo,report,dev]'
 	@touch $@ $(READY_DEMO)
 
 # The oldest Python shows the most here; one that PYTHON names comes first if it fits.
 $(READY_GPU):
-	@rm -f $(VENV_GPU)/.ready-*
-	@python=$$(.ci/find-python 3.10 3.12 $(PYTHON) any) && \
+	@python=$$(.ci/find-python 3.10 3.12 $(PYTHON) any) && rm -f $(VENV_GPU)/.ready-* && \
 	    .ci/environment $(VENV_GPU) "$$python" -c tests/oldest.txt -e '.[gpu,demo,report,dev]'
 	@touch $@

@@ -1,5 +1,6 @@
 """What every test run needs before the first test module is imported."""
 
+import importlib.metadata
 import os
 from pathlib import Path
 
@@ -21,6 +22,16 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 def repository() -> Path:
     """The checkout under test."""
     return REPOSITORY
+
+
+def pytest_report_header() -> str:
+    """Which builds a run was made with: the two test targets differ in little else."""
+    names = ("numpy", "paddlepaddle", "paddlepaddle-gpu", "pyarrow", "ray")
+    return ", ".join(f"{name} {found[0].version}" for name in names if (found := _distribution(name)))
+
+
+def _distribution(name: str) -> list[importlib.metadata.Distribution]:
+    return list(importlib.metadata.distributions(name=name))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
