@@ -16,6 +16,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from keptset.schemas.errors import InvalidInput
+from keptset.trainer_bridge.ratio_sums import LOWER, UPPER, RatioSums
+
 CHOICE_MEAN_ABS_LOG = 2e-5
 """Largest mean |log ratio| over |K| > 1 at equal weights. One pass and the cached path of the same float32 weights
 differ by about 3e-6 a token on a small model; several times that is a fault, not rounding."""
@@ -28,7 +31,7 @@ MASS_GAP = 1e-4
 """Largest |mean full-vocabulary ratio - mean kept mass|. Token by token the two are equal up to the path difference,
 whose signed mean is far below this; a second source of bias is not."""
 
-OUTSIDE = (0.9, 1.1)
+OUTSIDE = (LOWER, UPPER)
 """Ratios outside this are counted: what a trainer that clips or masks would start to notice."""
 
 HISTOGRAM_EDGES: tuple[float, ...] = tuple((2 * k + 1) / 200 for k in range(-121, 21))
@@ -58,35 +61,46 @@ class RatioSummary:
     def of(cls, log_ratios_T: ArrayLike, choice_T: ArrayLike) -> RatioSummary:
         """Summary of log ratios [T] (float, nats), `choice_T` [T] (bool) telling where |K| > 1.
 
+        Errors: InvalidInput where one is no finite number.
+
         >>> summary = RatioSummary.of([0.0, np.log(0.5)], [False, True])
         >>> summary.mean, summary.share_outside, round(summary.choice_abs_log_max, 4)
         (0.75, 0.5, 0.6931)
         """
         d_T = np.asarray(log_ratios_T, np.float64)
-        choice_abs = np.abs(d_T[np.asarray(choice_T, bool)])
-        excess_T = np.expm1(d_T)
-        n = len(d_T)
+        if not np.isfinite(d_T).all():
+            bad = np.flatnonzero(~np.isfinite(d_T))
+            raise InvalidInput(
+                f"{len(bad)} of {len(d_T)} log ratios are no finite numbers, the first {d_T[bad[0]]} of token "
+                f"{bad[0]}; score with on_violation='raise' to see why"
+            )
+        all_tokens, choices = RatioSums(), RatioSums()
+        all_tokens.add(d_T)
+        choices.add(d_T[np.asarray(choice_T, bool)])
+        every, choice = all_tokens.report(), choices.report()
         return cls(
-            mean=float(1 + excess_T.mean()) if n else math.nan,
-            std_error=float(np.sqrt(np.sum(excess_T**2)) / n) if n else math.nan,
-            median=float(1 + np.median(excess_T)) if n else math.nan,
-            share_outside=float(np.mean(~((1 + excess_T >= OUTSIDE[0]) & (1 + excess_T <= OUTSIDE[1]))))
-            if n
-            else math.nan,
-            choice_abs_log_mean=float(choice_abs.mean()) if len(choice_abs) else math.nan,
-            choice_abs_log_max=float(choice_abs.max()) if len(choice_abs) else math.nan,
+            mean=_or_nan(every.mean_ratio),
+            std_error=_or_nan(every.mean_ratio_se),
+            # Exact, since all of them are at hand; the report's own comes from a sketch.
+            median=float(np.exp(np.median(d_T))) if len(d_T) else math.nan,
+            share_outside=_or_nan(every.share_outside),
+            choice_abs_log_mean=_or_nan(choice.mean_abs_log_ratio),
+            choice_abs_log_max=_or_nan(choice.max_abs_log_ratio),
             histogram=tuple(log_ratio_histogram(d_T).tolist()),
         )
 
 
-def log_ratio_histogram(log_ratios_T: ArrayLike) -> NDArray[np.int64]:
-    """Tokens per bin of `HISTOGRAM_EDGES`; a nan is counted in no bin.
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
 
-    >>> int(log_ratio_histogram([-9.0, 0.0, 9.0, float("nan")]).sum())
+
+def log_ratio_histogram(log_ratios_T: ArrayLike) -> NDArray[np.int64]:
+    """Tokens per bin of `HISTOGRAM_EDGES`.
+
+    >>> int(log_ratio_histogram([-9.0, 0.0, 9.0]).sum())
     3
     """
-    d_T = np.asarray(log_ratios_T, np.float64)
-    clipped = np.clip(d_T[~np.isnan(d_T)], HISTOGRAM_EDGES[0], HISTOGRAM_EDGES[-1])
+    clipped = np.clip(np.asarray(log_ratios_T, np.float64), HISTOGRAM_EDGES[0], HISTOGRAM_EDGES[-1])
     counts, _ = np.histogram(clipped, bins=np.asarray(HISTOGRAM_EDGES))
     return counts.astype(np.int64)
 

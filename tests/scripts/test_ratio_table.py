@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from keptset.schemas.errors import InvalidInput
 from keptset.scripts.ratio_table import (
     CHOICE_MAX_ABS_LOG,
     CHOICE_MEAN_ABS_LOG,
@@ -37,7 +38,7 @@ def test_mean_and_standard_error_are_those_of_the_oracle(d_T):
     mean, error = reference.mean_ratio(d_T)
     assert summary.mean == pytest.approx(mean, rel=1e-12)
     assert summary.std_error == pytest.approx(error, rel=1e-12)
-    assert summary.median == pytest.approx(np.median(np.exp(d_T)), rel=1e-12)
+    assert summary.median == pytest.approx(np.exp(np.median(d_T)), rel=1e-12)
 
 
 def test_share_outside_counts_ratios_beyond_nine_tenths_and_eleven_tenths_only():
@@ -49,6 +50,11 @@ def test_differences_are_judged_where_the_kept_set_has_more_than_one_member():
     summary = RatioSummary.of([0.5, -0.2, 0.1], [False, True, True])
     assert summary.choice_abs_log_mean == pytest.approx(0.15)
     assert summary.choice_abs_log_max == pytest.approx(0.2)
+
+
+def test_a_log_ratio_that_is_no_number_is_refused_with_its_place():
+    with pytest.raises(InvalidInput, match="1 of 2 log ratios are no finite numbers, the first nan of token 1"):
+        RatioSummary.of([0.0, math.nan], [True, True])
 
 
 def test_without_tokens_every_number_is_missing():

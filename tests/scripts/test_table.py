@@ -28,6 +28,22 @@ def test_no_line_is_wider_than_the_terminal(run_facts, results, width):
     assert max(len(line) for line in printed(run_facts, results, width).splitlines()) <= width
 
 
+def test_each_number_stands_in_its_own_column(run_facts, make_result):
+    result = make_result(name="top_p", choice_mass_gap=0.0)
+    full, kept = result.full_vocabulary_ratio, result.kept_set_ratio
+    lines = printed(run_facts, [result], 120).splitlines()
+    (at,) = (index for index, line in enumerate(lines) if line.startswith("top_p "))
+    assert lines[at].split() == [
+        "top_p", f"{result.kept_mass_mean:.5f}", "6.2", "2", "41",
+        f"{full.mean:.5f}", f"{full.median:.5f}", f"{full.share_outside:.1%}".replace("100.0%", "100%"),
+        f"{kept.mean:.7f}", f"{kept.std_error:.1e}", f"{kept.median:.5f}", "0%", "3.1e-06",
+    ]  # fmt: skip
+    assert lines[at + 1].split() == [
+        "tokens", "400,", "|K|=1", "25.0%", "mean", "-", "mass", f"{result.mass_gap:+.1e}",
+        "|log|", f"{kept.choice_abs_log_mean:.1e},", "max", f"{kept.choice_abs_log_max:.1e}", "batch", "1.2e-06",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("width", [160, 120, 100, 80, 60, 40])
 def test_every_number_is_shown_whole_at_every_width(run_facts, results, width):
     text = printed(run_facts, results, width)
