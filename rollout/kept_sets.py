@@ -138,7 +138,8 @@ class KeptSets:
 
     def take(self, rows: npt.ArrayLike) -> KeptSets:
         """Some rows, by boolean mask [B] or by index, in the given order; indices may repeat."""
-        index = np.arange(len(self))[np.asarray(rows)]
+        chosen = np.asarray(rows)
+        index = np.arange(len(self))[chosen if chosen.size else chosen.astype(np.int64)]
         sizes = np.diff(self.offsets_B1)[index]
         at_N = span_index(self.offsets_B1[:-1][index], sizes)
         is_full = self.is_full_B[index]

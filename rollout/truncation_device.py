@@ -30,6 +30,8 @@ PROBE = -64.0
 """First s that is tried: below it lies no mass worth naming, so the halvings are not spent on an empty range."""
 MIN_P_MARGIN = 1e-9
 """How far below log(min_p) candidates begin, so that rounding on the device drops none that the filter keeps."""
+NO_WEIGHT = -1000.0
+"""Below this exp is 0, but some devices give their smallest number instead, which squares of s must not bring back."""
 ELEMENTS_AT_ONCE = 1 << 24
 """Rows are worked on in groups of about this many logits, which bounds the memory taken on the device."""
 _STATISTICS = 6
@@ -114,8 +116,9 @@ def _pack(logits_BV: paddle.Tensor, params: Sequence[SamplingParams]) -> paddle.
 
     reaches_BV = (scaled_BV >= threshold_B.unsqueeze(1)) & finite_BV
     candidates_B = reaches_BV.astype("int64").sum(axis=1)
-    moment_BV = weight_BV * scaled_BV
-    mean_B, mean_square_B = moment_BV.sum(axis=1) / total_B, (moment_BV * scaled_BV).sum(axis=1) / total_B
+    weighed_BV = scaled_BV.clip(min=NO_WEIGHT)
+    moment_BV = weight_BV * weighed_BV
+    mean_B, mean_square_B = moment_BV.sum(axis=1) / total_B, (moment_BV * weighed_BV).sum(axis=1) / total_B
     columns = [top_B, finite_B, total_B, candidates_B, mean_B, mean_square_B]
     numbers_BX = paddle.concat(
         [paddle.stack([column.astype("float64") for column in columns], axis=1), _block_sums(weight_BV)], axis=1
