@@ -54,6 +54,24 @@ class KvPolicy(str, Enum):
     RECOMPUTED = "recomputed"
 
 
+WORDS: dict[str, type[Enum]] = {
+    "support": Support,
+    "logprob_domain": LogprobDomain,
+    "kv_policy": KvPolicy,
+    "finish_reason": FinishReason,
+}
+"""Columns that hold one of a few words."""
+
+
+def words(column: str) -> list[str]:
+    """The words a column of WORDS may hold.
+
+    >>> words("support")
+    ['kept', 'full', 'absent']
+    """
+    return [member.value for member in WORDS[column]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Column:
     """One column of the schema."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from keptset.schemas.columns import COLUMNS, Identity, arrow_schema
+from keptset.schemas.columns import COLUMNS, WORDS, Identity, arrow_schema, words
 from keptset.schemas.errors import SchemaError
 from keptset.schemas.ragged import holds_list_view, is_list_like, without_list_views
 
@@ -28,9 +28,20 @@ def conform(data: pa.RecordBatch | pa.Table) -> pa.RecordBatch:
             if column.required:
                 raise SchemaError(f"column {column.name} ({column.type}) is missing; it is required: {column.meaning}")
             array = pa.nulls(data.num_rows, column.type)
-        arrays.append(_cast(column.name, array, column.type))
+        array = _cast(column.name, array, column.type)
+        if column.name in WORDS:
+            _check_words(column.name, array)
+        arrays.append(array)
     extra = [pa.field(name, array.type) for name, array in columns.items()]
     return pa.RecordBatch.from_arrays([*arrays, *columns.values()], schema=arrow_schema(identity, extra))
+
+
+def _check_words(name: str, array: pa.Array) -> None:
+    known = pc.is_in(array, value_set=pa.array(words(name)))
+    strange = pc.and_(pc.is_valid(array), pc.invert(known))
+    if pc.any(strange).as_py():
+        row = pc.index(strange, True).as_py()
+        raise SchemaError(f"row {row}, column {name}: {array[row].as_py()!r} is none of {', '.join(words(name))}")
 
 
 def _one_chunk(column: pa.Array | pa.ChunkedArray) -> pa.Array:

@@ -10,6 +10,7 @@ Legend: R lists, N items.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 IntArray = npt.NDArray[np.integer]
-AnyArray = npt.NDArray[np.generic]
+AnyArray = npt.NDArray[Any]
 BoolArray = npt.NDArray[np.bool_]
 
 
@@ -36,15 +37,17 @@ def _arrow_to_numpy(array: pa.Array) -> tuple[AnyArray, BoolArray | None]:
 
 def _list_parts(array: pa.ListArray) -> tuple[IntArray, pa.Array, BoolArray | None]:
     """Offsets starting at 0, the items they index, and which lists are not null."""
-    if array.null_count == 0:
-        offsets = array.offsets.to_numpy(zero_copy_only=True)
-        if len(offsets) == 0:
-            return np.zeros(1, np.int32), array.flatten(), None
-        items = array.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
-        return (offsets if offsets[0] == 0 else offsets - offsets[0]), items, None
-    lengths = pc.fill_null(array.value_lengths(), 0).to_numpy(zero_copy_only=False)
-    row_valid = pc.is_valid(array).to_numpy(zero_copy_only=False)
-    return offsets_of(lengths), array.flatten(), row_valid
+    if len(array) == 0:
+        return np.zeros(1, np.int32), array.flatten(), None
+    offsets = array.offsets.to_numpy(zero_copy_only=True)
+    row_valid = None
+    if array.null_count:
+        row_valid = pc.is_valid(array).to_numpy(zero_copy_only=False)
+        lengths = np.diff(offsets)
+        if lengths[~row_valid].any():  # a null list that spans values: Arrow's flatten copies the others
+            return offsets_of(np.where(row_valid, lengths, 0)), array.flatten(), row_valid
+    items = array.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+    return (offsets if offsets[0] == 0 else offsets - offsets[0]), items, row_valid
 
 
 def _is_list_view(kind: pa.DataType) -> bool:
@@ -159,6 +162,21 @@ class Ragged:
         offsets, items, row_valid = _list_parts(array)
         values, valid = _arrow_to_numpy(items)
         return cls(offsets, values, valid, row_valid)
+
+    @classmethod
+    def from_map_keys(cls, array: pa.MapArray) -> Ragged:
+        """The keys of an Arrow map array, a list per row.
+
+        >>> Ragged.from_map_keys(pa.array([[(1, 2)], None, [(3, 4), (5, 6)]], pa.map_(pa.int32(), pa.int32()))).offsets
+        array([0, 1, 1, 3])
+        """
+        offsets = array.offsets.to_numpy(zero_copy_only=True) if len(array) else np.zeros(1, np.int32)
+        row_valid = pc.is_valid(array).to_numpy(zero_copy_only=False)
+        offsets, index = gather_spans(offsets, np.flatnonzero(row_valid))
+        keys, _ = _arrow_to_numpy(array.keys.take(pa.array(index)))
+        lengths_R = np.zeros(len(row_valid), np.int64)
+        lengths_R[row_valid] = np.diff(offsets)
+        return cls(offsets_of(lengths_R), keys, None, row_valid)
 
     def to_arrow(self, item_type: pa.DataType) -> pa.ListArray:
         """Arrow list array of `item_type`; nulls as `valid` and `row_valid` say."""
