@@ -22,6 +22,8 @@ from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.trainer_bridge.sampled_tokens import Bools, Ints, SampledTokens
 
 Floats = NDArray[np.float64]
+MAX_KEY = 2**63 - 1
+"""Largest key (response, id, position) that an int64 holds."""
 REPLAYED_ORDER = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
 """The one order that is replayed; `processor_order` of the identity must name these in it."""
 
@@ -171,7 +173,7 @@ class _History:
         largest = [values.max(initial=0) for values in (prompt_ids, self._response.values, settings.bias.values)]
         self._ids = int(max(largest)) + 1
         self._positions = int(self._response.lengths.max(initial=0)) + 1
-        if batch.num_responses * self._ids * self._positions >= 2**63:
+        if batch.num_responses * self._ids * self._positions > MAX_KEY:
             raise InvalidInput("the batch is too large to replay penalties at once; score it in slices")
         row_A = row_index(self._response.offsets)
         position_A = np.arange(len(row_A)) - np.asarray(self._response.offsets, np.int64)[row_A]

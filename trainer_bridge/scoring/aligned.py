@@ -84,30 +84,32 @@ def score_aligned_full_vocabulary(
 
 
 def _vocab_size(aligned: PaddedBatch | PackedBatch, logits: Tensor | LogitsOf) -> int:
+    """V of the logits, after their shape was held against the layout."""
     tokens = aligned.tokens
-    if callable(logits) and not hasattr(logits, "shape"):
+    if _is_function(logits):
         if tokens.vocab_size is None:
             raise InvalidInput("the batch does not tell its vocabulary size, so logits cannot be made in chunks")
         return tokens.vocab_size
-    vocab_size = int(logits.shape[-1])
-    if tokens.full_T.any() and tokens.vocab_size not in (None, vocab_size):
+    shape = [int(n) for n in logits.shape]
+    if len(shape) not in (2, 3) or int(np.prod(shape[:-1])) != aligned.num_positions:
         raise InvalidInput(
-            f"logits have {vocab_size} columns, but tokens were drawn from a whole vocabulary of {tokens.vocab_size}"
+            f"logits have shape {shape}; this layout has {aligned.num_positions} positions: pass them as the "
+            f"model gives them, not shifted and not cut"
         )
-    return vocab_size
+    if tokens.full_T.any() and tokens.vocab_size not in (None, shape[-1]):
+        raise InvalidInput(
+            f"logits have {shape[-1]} columns, but tokens were drawn from a whole vocabulary of {tokens.vocab_size}"
+        )
+    return shape[-1]
 
 
 def _run(
     aligned: PaddedBatch | PackedBatch, logits: Tensor | LogitsOf, job: Job, vocab_size: int, max_elements: int
 ) -> Scores:
-    rows_T = aligned.logit_index_T
-    if callable(logits) and not hasattr(logits, "shape"):
-        return run_in_chunks(job, logits, rows_T, vocab_size=vocab_size, max_elements=max_elements)
-    shape = [int(n) for n in logits.shape]
-    positions = int(np.prod(shape[:-1]))
-    if len(shape) not in (2, 3) or positions != aligned.num_positions:
-        raise InvalidInput(
-            f"logits have shape {shape}; this layout has {aligned.num_positions} positions: pass them as the "
-            f"model gives them, not shifted and not cut"
-        )
-    return run(job, logits.reshape([positions, vocab_size]), rows_T)
+    if _is_function(logits):
+        return run_in_chunks(job, logits, aligned.logit_index_T, vocab_size=vocab_size, max_elements=max_elements)
+    return run(job, logits.reshape([aligned.num_positions, vocab_size]), aligned.logit_index_T)
+
+
+def _is_function(logits: Tensor | LogitsOf) -> bool:
+    return callable(logits) and not hasattr(logits, "shape")

@@ -1,0 +1,168 @@
+"""Responses sampled by the oracle from random logits: every number of theirs is known in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from keptset.schemas.builder import BatchBuilder, Response
+from keptset.schemas.columns import Identity
+from keptset.schemas.rollout_batch import RolloutBatch
+from keptset.schemas.sampling_params import SamplingParams
+from keptset.trainer_bridge import reference
+
+PROCESSOR_ORDER = "repetition_penalty,frequency_penalty,presence_penalty,logit_bias"
+
+
+@dataclass(frozen=True)
+class World:
+    """A batch, and the logits [prompt + response, V] of each of its rows: position i predicts token i + 1."""
+
+    batch: RolloutBatch
+    logits: list[np.ndarray]
+    prompts: list[np.ndarray]
+    params: list[SamplingParams]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.logits[0].shape[1]
+
+    def padded_logits(self, side: str, length: int) -> np.ndarray:
+        """[B, L, V] as a model would give them, and nan where nothing may be read."""
+        grid = np.full((len(self.logits), length, self.vocab_size), np.nan)
+        for row, logits in enumerate(self.logits):
+            start = length - len(logits) if side == "left" else 0
+            grid[row, start : start + len(logits)] = logits
+        return grid
+
+    def packed_logits(self) -> np.ndarray:
+        return np.concatenate(self.logits)
+
+    def oracle(self, score: Callable[[int, int, np.ndarray], float]) -> np.ndarray:
+        """score(row, position, processed logits) of each sampled token."""
+        scores = []
+        for row, (logits, prompt, params) in enumerate(zip(self.logits, self.prompts, self.params, strict=True)):
+            response = self.batch.token_ids[row]
+            for position in np.flatnonzero(self.batch.sampled[row]).tolist():
+                raw = logits[len(prompt) + position - 1]
+                scores.append(
+                    score(row, position, reference.process(raw, prompt, response[:position], without_bans(params)))
+                )
+        return np.array(scores)
+
+    def oracle_scores(self) -> np.ndarray:
+        """Over the recorded sets."""
+
+        def score(row: int, position: int, z: np.ndarray) -> float:
+            kept = None if self.batch.column("support")[row].as_py() == "full" else self.kept_set(row, position)
+            return reference.score(z, kept, int(self.batch.token_ids[row][position]), self.params[row].temperature)
+
+        return self.oracle(score)
+
+    def oracle_full_scores(self) -> np.ndarray:
+        """Over the vocabulary."""
+        return self.oracle(
+            lambda row, position, z: reference.score(
+                z, None, int(self.batch.token_ids[row][position]), self.params[row].temperature
+            )
+        )
+
+    def kept_set(self, row: int, position: int) -> list[int]:
+        return self.batch.column("kept_ids")[row].as_py()[position]
+
+
+def without_bans(params: SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        repetition_penalty=params.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        logit_bias=params.logit_bias,
+    )
+
+
+def _simulate(
+    rng: np.random.Generator,
+    settings: Sequence[SamplingParams],
+    *,
+    vocab_size: int = 40,
+    forced_share: float = 0.2,
+    max_prompt: int = 6,
+    max_response: int = 9,
+    processor_order: str | None = PROCESSOR_ORDER,
+) -> World:
+    builder = BatchBuilder(Identity(vocab_size=vocab_size, processor_order=processor_order))
+    logits, prompts = [], []
+    for row, params in enumerate(settings):
+        prompt = rng.integers(0, vocab_size, rng.integers(1, max_prompt + 1))
+        length = int(rng.integers(1, max_response + 1))
+        row_logits = rng.normal(0, 2.5, (len(prompt) + length, vocab_size))
+        tokens, sampled, b, m, sets = [], [], [], [], []
+        for position in range(length):
+            z = reference.process(row_logits[len(prompt) + position - 1], prompt, tokens, params)
+            kept = reference.truncate(z, params)
+            if rng.random() < forced_share:
+                tokens.append(int(rng.integers(0, vocab_size)))
+                sampled.append(False)
+                b.append(0.0)
+                m.append(0.0)
+                sets.append([])
+                continue
+            token = reference.draw(kept, rng.random())
+            tokens.append(token)
+            sampled.append(True)
+            b.append(kept.logprobs[kept.kept_ids.tolist().index(token)])
+            m.append(kept.log_kept_mass)
+            sets.append(kept.kept_ids.tolist())
+        is_full = all(len(s) == vocab_size for s, drawn in zip(sets, sampled, strict=True) if drawn)
+        builder.add(
+            Response(
+                rollout_id=f"rollout-{row}",
+                prompt_id=f"prompt-{row}",
+                prompt_token_ids=prompt,
+                token_ids=np.array(tokens),
+                sampled=np.array(sampled),
+                trainable=rng.random(length) < 0.7,
+                behavior_logprobs=np.array(b),
+                log_kept_mass=np.array(m),
+                support="full" if is_full else "kept",
+                kept_offsets=None if is_full else np.cumsum([0, *map(len, sets)]),
+                kept_ids=None if is_full else np.array([i for s in sets for i in s], np.int64),
+                policy_versions=np.full(length, row),
+                finish_reason="length",
+                params=params,
+            )
+        )
+        logits.append(row_logits)
+        prompts.append(prompt)
+    batch = builder.build()
+    return World(batch=batch, logits=logits, prompts=prompts, params=list(settings))
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(20240607)
+
+
+@pytest.fixture(scope="session")
+def simulate() -> Callable[..., World]:
+    """simulate(rng, settings, ...) -> World: one response per setting, drawn by the oracle."""
+    return _simulate
+
+
+VARIED = (
+    SamplingParams(),
+    SamplingParams(top_k=5),
+    SamplingParams(top_p=0.6, temperature=0.7),
+    SamplingParams(temperature=0),
+    SamplingParams(min_p=0.05, temperature=1.4),
+    SamplingParams(top_k=1),
+)
+
+
+@pytest.fixture
+def world(rng: np.random.Generator) -> World:
+    """Twelve responses under varied settings, with forced tokens among the sampled ones."""
+    return _simulate(rng, VARIED * 2)
