@@ -143,7 +143,7 @@ class Diagnostics:
         trainer_log_kept_mass_T: ArrayLike | None = None,
         version_lag_T: ArrayLike | None = None,
     ) -> None:
-        """Count a batch. Per-token arrays may hold NaN where something is unknown; size 0 is unknown, and more than one.
+        """Count a batch. Per-token arrays may hold NaN where something is unknown; size 0 is unknown, but not one.
 
         Errors: InvalidInput where an array has another length, or ratios over other tokens or another support were
         added before.

@@ -108,6 +108,8 @@ class RatioSums:
         """The diagnostics; all None where nothing was counted."""
         n = self.count
         median = self.sketch.quantile(0.5)
+        with np.errstate(over="ignore"):
+            median_ratio = None if median is None else float(np.exp(median))
 
         def mean(total: float) -> float | None:
             return total / n if n else None
@@ -120,7 +122,7 @@ class RatioSums:
             ess_fraction=self.sum_w**2 / (n * self.sum_w2) if n else None,
             mean_ratio=1 + self.sum_e / n if n else None,
             mean_ratio_se=math.sqrt(self.sum_e2) / n if n else None,
-            median_ratio=None if median is None else float(np.exp(median)),
+            median_ratio=median_ratio,
             share_outside=mean(self.num_outside),
             mean_abs_log_ratio=mean(self.sum_abs_d),
             max_abs_log_ratio=self.max_abs_d if n else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -189,9 +190,7 @@ def test_permuting_the_vocabulary_changes_no_score(seed: int) -> None:
     moved = case | {
         "logits_RV": case["logits_RV"][:, np.argsort(new_of_old)],
         "token_ids_T": new_of_old[case["token_ids_T"]],
-        "kept_ids_N": np.concatenate(
-            [np.sort(new_of_old[ids[a:b]]) for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
-        ),
+        "kept_ids_N": np.concatenate([np.sort(new_of_old[ids[a:b]]) for a, b in itertools.pairwise(offsets)]),
     }
     np.testing.assert_allclose(
         score_from_logits(**moved).logprobs_T, score_from_logits(**case).logprobs_T, rtol=0, atol=1e-12

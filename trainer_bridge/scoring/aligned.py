@@ -83,10 +83,10 @@ def score_aligned_full_vocabulary(
     return replace(scores, over="full")
 
 
-def _vocab_size(aligned: PaddedBatch | PackedBatch, logits: Tensor | LogitsOf) -> int:
+def _vocab_size(aligned: PaddedBatch | PackedBatch, logits: Tensor) -> int:
     """V of the logits, after their shape was held against the layout."""
     tokens = aligned.tokens
-    if _is_function(logits):
+    if _function(logits) is not None:
         if tokens.vocab_size is None:
             raise InvalidInput("the batch does not tell its vocabulary size, so logits cannot be made in chunks")
         return tokens.vocab_size
@@ -103,13 +103,12 @@ def _vocab_size(aligned: PaddedBatch | PackedBatch, logits: Tensor | LogitsOf) -
     return shape[-1]
 
 
-def _run(
-    aligned: PaddedBatch | PackedBatch, logits: Tensor | LogitsOf, job: Job, vocab_size: int, max_elements: int
-) -> Scores:
-    if _is_function(logits):
-        return run_in_chunks(job, logits, aligned.logit_index_T, vocab_size=vocab_size, max_elements=max_elements)
+def _run(aligned: PaddedBatch | PackedBatch, logits: Tensor, job: Job, vocab_size: int, max_elements: int) -> Scores:
+    logits_of = _function(logits)
+    if logits_of is not None:
+        return run_in_chunks(job, logits_of, aligned.logit_index_T, vocab_size=vocab_size, max_elements=max_elements)
     return run(job, logits.reshape([aligned.num_positions, vocab_size]), aligned.logit_index_T)
 
 
-def _is_function(logits: Tensor | LogitsOf) -> bool:
-    return callable(logits) and not hasattr(logits, "shape")
+def _function(logits: Tensor) -> LogitsOf | None:
+    return logits if callable(logits) and not hasattr(logits, "shape") else None
