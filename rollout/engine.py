@@ -29,9 +29,6 @@ from keptset.schemas.columns import Identity
 from keptset.schemas.errors import InvalidInput
 from keptset.schemas.rollout_batch import RolloutBatch
 
-_CAPACITY_STEP = 128
-"""Key-value memory per slot grows in multiples of this many tokens."""
-
 
 @dataclass
 class _Slot:
@@ -86,7 +83,7 @@ class RolloutEngine:
         self._waiting: deque[Request] = deque()
         self._slots: list[_Slot | None] = [None] * self.config.slots
         self._seeds: set[int] = set()
-        self._cache = decoder.new_cache(self.config.slots, _CAPACITY_STEP)
+        self._cache = decoder.new_cache(self.config.slots, self.max_length)
         self._processors = LogitProcessors(decoder.config.vocab_size)
         self._recorder = Recorder(
             slots=self.config.slots,
@@ -156,8 +153,6 @@ class RolloutEngine:
                 self._slots[index] = _Slot(request=request, limit=limit)
                 self._recorder.open(index, request)
                 self._processors.open(index, request.params, request.prompt_token_ids)
-                if limit > self._cache.capacity:
-                    self._cache.grow(min(-(-limit // _CAPACITY_STEP) * _CAPACITY_STEP, self.max_length))
 
     def _live(self) -> Iterator[tuple[int, _Slot]]:
         return ((index, slot) for index, slot in enumerate(self._slots) if slot is not None)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from keptset.rollout.logit_processors import check_ids
 from keptset.rollout.sampling import row_seed
 from keptset.schemas.errors import InvalidInput
 from keptset.schemas.sampling_params import SamplingParams
@@ -46,8 +47,8 @@ class Request:
             )
         if len(ids) >= max_length:
             raise InvalidInput(
-                f"prompt {self.prompt_id} has {len(ids)} tokens; with a context of {max_length} at most {max_length - 1} "
-                "leave room for a response: shorten the prompt, or raise max_length if the model's context allows"
+                f"prompt {self.prompt_id} has {len(ids)} tokens; with a context of {max_length} at most "
+                f"{max_length - 1} leave room for a response: shorten it, or raise max_length as far as the model allows"
             )
         outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
         if len(outside):
@@ -56,10 +57,7 @@ class Request:
                 f"prompt {self.prompt_id}: id {ids[at]} at position {at} is outside the vocabulary [0, {vocab_size}); "
                 "was it encoded with another model's tokenizer?"
             )
-        given = {"stop_token_ids": self.params.stop_token_ids, "logit_bias": tuple(self.params.logit_bias)}
-        for name, wanted in given.items():
-            beyond = [token_id for token_id in wanted if token_id >= vocab_size]
-            if beyond:
-                raise InvalidInput(
-                    f"prompt {self.prompt_id}: {name} names {beyond[0]}, which is outside the vocabulary [0, {vocab_size})"
-                )
+        try:
+            check_ids(self.params, vocab_size)
+        except InvalidInput as error:
+            raise InvalidInput(f"prompt {self.prompt_id}: {error}") from error
