@@ -10,14 +10,20 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from keptset.rollout import cpu_threads
 from keptset.rollout.config import EngineConfig
 from keptset.rollout.request import Request
+from keptset.rollout.tokenizer import tokenizer_digest
 from keptset.schemas.builder import BatchBuilder
 from keptset.schemas.errors import InvalidInput
 from keptset.schemas.rollout_batch import RolloutBatch
+
+if TYPE_CHECKING:
+    from keptset.rollout.engine import RolloutEngine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +43,7 @@ class Turn:
 
 
 class RolloutWorker:
-    """An engine and its checkpoint. Errors: CheckpointError where the folder cannot be used."""
+    """An engine over a checkpoint folder, loaded when it is first needed."""
 
     def __init__(
         self,
@@ -49,22 +55,26 @@ class RolloutWorker:
         version: int = 0,
     ) -> None:
         cpu_threads.configure(threads)
-        # Paddle reads its thread settings when it is imported, so not before this line.
+        self._folder, self._config, self._model_id, self._version = Path(folder), config, model_id, version
+
+    @cached_property
+    def engine(self) -> RolloutEngine:
+        """The engine. Errors: CheckpointError where the folder cannot be used."""
+        # Paddle reads its thread settings when it is imported, so not before __init__ has made them.
         from keptset.rollout.engine import RolloutEngine
         from keptset.rollout.models import load_decoder
-        from keptset.rollout.tokenizer import tokenizer_digest
 
-        folder = Path(folder)
-        self.engine = RolloutEngine(
-            load_decoder(folder),
-            config,
-            model_id=model_id or folder.name,
-            tokenizer_digest=tokenizer_digest(folder),
-            version=version,
+        return RolloutEngine(
+            load_decoder(self._folder),
+            self._config,
+            model_id=self._model_id or self._folder.name,
+            tokenizer_digest=tokenizer_digest(self._folder),
+            version=self._version,
         )
 
-    def process_id(self) -> int:
-        """The worker's process, for logs and for tests that kill it."""
+    def load(self) -> int:
+        """Load the checkpoint now; returns the process's id, for logs and for tests that kill it."""
+        assert self.engine is not None
         return os.getpid()
 
     def turn(self, requests: Sequence[Request], seconds: float) -> tuple[Turn, RolloutBatch | None]:

@@ -20,6 +20,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from keptset.rollout.actor import RolloutWorker, Turn
 from keptset.rollout.config import EngineConfig
+from keptset.rollout.cpu_threads import usable_cores
 from keptset.rollout.request import Request
 from keptset.schemas.errors import InvalidInput, KeptsetError, RolloutError
 from keptset.schemas.rollout_batch import RolloutBatch
@@ -40,7 +41,7 @@ class _Member:
 
 def local_actors(checkpoint_bytes: int) -> int:
     """How many single-threaded actors this machine carries: one per usable core, as far as memory goes."""
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(cores, available // max(1, 3 * checkpoint_bytes)))
 
@@ -103,7 +104,7 @@ class RolloutPool:
 
     def process_ids(self) -> list[int]:
         """Processes of the actors."""
-        pids: list[int] = ray.get([member.handle.process_id.remote() for member in self._members])
+        pids: list[int] = ray.get([member.handle.load.remote() for member in self._members])
         return pids
 
     def run(
@@ -127,7 +128,7 @@ class RolloutPool:
                 self._replace(member, queue, error)
                 continue
             except RayTaskError as error:
-                raise RolloutError(f"an actor failed: {error.cause!r}") from error
+                raise _own_error(error) from error
             member.turns.popleft()
             for rollout_id in (*turn.finished, *turn.refused):
                 member.owed.pop(rollout_id)
@@ -170,15 +171,12 @@ class RolloutPool:
         return _Member(handle=self._make(*arguments, **options))
 
     def _wait_ready(self) -> None:
-        """Errors: the worker's own, such as CheckpointError, where it cannot start."""
+        """Errors: the worker's own, such as CheckpointError, where it cannot load."""
         try:
             self.process_ids()
-        except RayActorError as error:
+        except (RayActorError, RayTaskError) as error:
             self.close()
-            cause = getattr(error, "cause", None) or error.__cause__
-            if isinstance(cause, KeptsetError):
-                raise cause from error
-            raise RolloutError(f"an actor could not start: {error}") from error
+            raise _own_error(error) from error
 
     def _replace(self, member: _Member, queue: deque[Request], error: RayActorError) -> None:
         self.restarts += 1
@@ -190,3 +188,9 @@ class RolloutPool:
             )
         queue.extendleft(reversed(member.owed.values()))
         self._members[self._members.index(member)] = self._spawn()
+
+
+def _own_error(error: RayActorError | RayTaskError) -> KeptsetError:
+    """The worker's error as it was raised, or what Ray says in one of ours."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, KeptsetError) else RolloutError(f"a rollout actor failed: {error}")

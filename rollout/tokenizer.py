@@ -173,6 +173,12 @@ def _mentions_byte_level(decoder: Any) -> bool:
     return decoder.get("type") == "ByteLevel" or any(map(_mentions_byte_level, decoder.get("decoders", ())))
 
 
+def tokenizer_digest(folder: str | Path) -> str | None:
+    """sha256 of the folder's tokenizer.json, in hexadecimal; None where there is none. Needs no `tokenizers`."""
+    path = Path(folder) / "tokenizer.json"
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
 def _id_list(token_ids: Sequence[int] | np.ndarray) -> list[int]:
     ids = np.asarray(token_ids)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):

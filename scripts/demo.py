@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shlex
 import sys
@@ -20,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from keptset.rollout import cpu_threads
+from keptset.rollout.cpu_threads import configure, usable_cores
 from keptset.rollout.sampling import row_seed
 from keptset.schemas.errors import InvalidInput, MissingDependency
 from keptset.schemas.sampling_params import SamplingParams
@@ -81,7 +80,7 @@ def command(
     """
     started = datetime.now(timezone.utc).astimezone()
     begin = time.monotonic()
-    cpu_threads.configure()
+    configure()
     _require("paddle", "ray", "tokenizers")
     console = Console(stderr=True)
     with _progress(console) as bars:
@@ -127,7 +126,7 @@ def _settle(
         folder=out / started.strftime("%Y-%m-%dT%H-%M-%S"),
         actors=count,
         gpus_per_actor=gpus_per_actor,
-        threads_per_actor=max(1, len(os.sched_getaffinity(0)) // count),
+        threads_per_actor=max(1, usable_cores() // count),
         address=address,
         seed=seed,
         max_new_tokens=max_new_tokens,
@@ -214,7 +213,7 @@ def _facts(plan: Plan, results: list[SettingResult], started: datetime, seconds:
         seed=plan.seed,
         started=started.isoformat(timespec="seconds"),
         seconds=seconds,
-        machine=f"{platform.system()} {platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        machine=f"{platform.system()} {platform.machine()}, {usable_cores()} cores",
         versions={name: installed[name] for name in packages if name in installed},
         command=shlex.join(["keptset", *sys.argv[1:]]),
     )
