@@ -21,6 +21,7 @@ from keptset.schemas.ragged import offsets_of, span_index
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.integer]
 
 BLOCK = 512
 """Ids whose mass is summed together in a full row: a draw reads V / 512 sums and 512 logits."""
@@ -47,14 +48,14 @@ class FullRows:
         """V."""
         return int(self.logits_BV.shape[1])
 
-    def scaled(self, full_M: Int64, ids_M: Int64) -> Float64:
+    def scaled(self, full_M: Int64, ids_M: Ints) -> Float64:
         """(z - max z) / T of ids in full rows. Both arguments may have any shape that broadcasts."""
         z_M = _gather(self.logits_BV, self.row_F[full_M], ids_M)
         with np.errstate(over="ignore"):  # clamped below
             s_M = (z_M - self.top_F[full_M]) / self.temperature_F[full_M]
         return np.maximum(s_M, LOWEST_SCALED, out=s_M)
 
-    def logprobs(self, full_M: Int64, ids_M: Int64) -> Float64:
+    def logprobs(self, full_M: Int64, ids_M: Ints) -> Float64:
         """Log-probabilities of ids in full rows. Both arguments may have any shape that broadcasts."""
         scaled_M: Float64 = self.scaled(full_M, ids_M) - np.log(self.block_mass_FC.sum(axis=1))[full_M]
         return scaled_M
@@ -160,7 +161,7 @@ def _within(values: Int64, bound: int) -> bool:
     return not values.size or bool(values.min() >= 0 and values.max() < bound)
 
 
-def _gather(logits_BV: Any, rows: Int64, ids: Int64) -> Float64:
+def _gather(logits_BV: Any, rows: Int64, ids: Ints) -> Float64:
     """Float64 host copy of single logits."""
     if isinstance(logits_BV, np.ndarray):
         return logits_BV[rows, ids].astype(np.float64)

@@ -46,7 +46,7 @@ def process(logits_BV: Any, histories: Sequence[History], params: Sequence[Sampl
         if settings.repetition_penalty != 1:
             repetition.add(row, history.seen, settings.repetition_penalty)
         if settings.frequency_penalty != 0:
-            frequency.add(row, history.drawn, settings.frequency_penalty * history.counts)
+            frequency.add(row, history.drawn, settings.frequency_penalty * history.counts.astype(np.float64))
         if settings.presence_penalty != 0:
             presence.add(row, history.drawn, settings.presence_penalty)
         if settings.logit_bias:

@@ -7,7 +7,7 @@ with key (row seed, 0) and counter (position + 1, 0, 0, 0), its upper 53 bits as
 do not depend on the batch, the order of steps or the machine. (Salmon et al. 2011, "Parallel random numbers: as easy
 as 1, 2, 3".)
 
-Legend: B rows, F full rows, C blocks of the vocabulary, K kept ids of one row, J ids of one block.
+Legend: B rows, F full rows, C blocks of the vocabulary, J ids of one block.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def uniforms(row_seeds_B: npt.ArrayLike, positions_B: npt.ArrayLike) -> Float64:
         key[0], counter[0] = seed, position
         generator.state = state  # also discards words left over from the row before
         words_B[row] = generator.random_raw()
-    return (words_B >> np.uint64(11)) * 2.0**-53
+    return (words_B >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def draw(kept: KeptSets, uniforms_B: npt.ArrayLike) -> tuple[npt.NDArray[np.int32], Float64]:
@@ -96,7 +96,9 @@ def draw(kept: KeptSets, uniforms_B: npt.ArrayLike) -> tuple[npt.NDArray[np.int3
     at_B = np.zeros(len(kept), np.int64)
     for row in np.flatnonzero(sizes_B > 1).tolist():  # row by row: a sum across rows would let neighbours round it
         span = slice(starts_B[row], kept.offsets_B1[row + 1])
-        at_B[row] = _first_exceeding(np.cumsum(np.exp(kept.logprobs_N[span])), uniforms_B[row])
+        mass_through = np.cumsum(np.exp(kept.logprobs_N[span]))
+        # u < 1, so u times the whole rounds to less than the whole: some member exceeds it.
+        at_B[row] = np.searchsorted(mass_through, uniforms_B[row] * mass_through[-1], "right")
     stored = sizes_B > 0
     at = (starts_B + at_B)[stored]
     token_ids_B[stored], logprobs_B[stored] = kept.ids_N[at], kept.logprobs_N[at]
@@ -107,26 +109,18 @@ def _draw_full(full: FullRows, uniforms_F: Float64) -> tuple[Int64, Float64]:
     """The same draw over [0, V) in two steps: first the block, then the id within it."""
     index_F = np.arange(len(uniforms_F))
     mass_through_FC = np.cumsum(full.block_mass_FC, axis=1)
-    block_F = _first_exceeding_rows(mass_through_FC, uniforms_F * mass_through_FC[:, -1])
-    mass_before_F = mass_through_FC[index_F, block_F] - full.block_mass_FC[index_F, block_F]
+    target_F = uniforms_F * mass_through_FC[:, -1]
+    block_F = np.count_nonzero(mass_through_FC <= target_F[:, None], axis=1)
+    rest_F = target_F - np.where(block_F > 0, mass_through_FC[index_F, block_F - 1], 0.0)
     ids_FJ = block_F[:, None] * BLOCK + np.arange(min(BLOCK, full.vocab_size))
     exists_FJ = ids_FJ < full.vocab_size
     weights_FJ = np.exp(full.scaled(index_F[:, None], np.minimum(ids_FJ, full.vocab_size - 1))) * exists_FJ
-    rest_F = uniforms_F * mass_through_FC[:, -1] - mass_before_F
-    tokens_F = ids_FJ[index_F, _first_exceeding_rows(np.cumsum(weights_FJ, axis=1), rest_F)]
+    mass_through_FJ = np.cumsum(weights_FJ, axis=1)
+    first_F = np.count_nonzero(mass_through_FJ <= rest_F[:, None], axis=1)
+    # The block's mass was summed in another order; where rounding puts the rest beyond it, its last member is meant.
+    last_F = np.count_nonzero(mass_through_FJ < mass_through_FJ[:, -1:], axis=1)
+    tokens_F = ids_FJ[index_F, np.minimum(first_F, last_F)]
     return tokens_F, full.logprobs(index_F, tokens_F)
-
-
-def _first_exceeding(mass_through_K: Float64, uniform: float) -> int:
-    """First position whose mass through it exceeds u times the whole; at most the last that has any mass."""
-    whole = mass_through_K[-1]
-    return int(min(np.searchsorted(mass_through_K, uniform * whole, "right"), np.searchsorted(mass_through_K, whole)))
-
-
-def _first_exceeding_rows(mass_through_FK: Float64, target_F: Float64) -> Int64:
-    """The same for many rows, with the mass to exceed."""
-    first_F = np.count_nonzero(mass_through_FK <= target_F[:, None], axis=1)
-    return np.minimum(first_F, np.count_nonzero(mass_through_FK < mass_through_FK[:, -1:], axis=1))
 
 
 def _unsigned(name: str, values: npt.ArrayLike) -> npt.NDArray[np.uint64]:

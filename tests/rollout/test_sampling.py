@@ -201,6 +201,14 @@ def test_numbers_on_the_edge_go_to_the_next_id(ban):
     assert tokens_drawn(logits, SamplingParams(), numbers).tolist() == [0, 0, 1, 1, 2, 2]
 
 
+def test_the_largest_number_draws_a_member_from_every_full_row():
+    logits = np.random.default_rng(8).standard_normal((300, 3 * BLOCK - 12))
+    logits[:, -3:] = -5000.0
+    tokens, logprobs = draw(truncate(logits, [SamplingParams()] * 300), np.full(300, LAST_BEFORE_1))
+    assert set(tokens.tolist()) == {3 * BLOCK - 16}
+    assert (logprobs > -20).all()
+
+
 @pytest.mark.parametrize("vocab_size", [4, 3 * BLOCK])
 @pytest.mark.parametrize("top_k", [0, 3])
 def test_members_of_probability_zero_are_never_drawn(vocab_size, top_k):

@@ -151,16 +151,29 @@ def exact_kept(exponents, top_k, top_p, min_p):
     return sorted(kept)
 
 
+@st.composite
+def halvings(draw):
+    """Exponents of masses that sum to a power of two: 1, halved again and again. So ties with top_p are common."""
+    exponents = [0]
+    for choice in draw(st.lists(st.integers(0, 1000), min_size=1, max_size=30)):
+        halved = choice % len(exponents)
+        exponents[halved] += 1
+        exponents.append(exponents[halved])
+    return draw(st.permutations(exponents))
+
+
 @settings(deadline=None, max_examples=300)
 @given(
-    exponents=st.lists(st.integers(0, 10), min_size=2, max_size=40),
+    exponents=halvings() | st.lists(st.integers(0, 10), min_size=2, max_size=40),
     top_k=st.integers(0, 12),
     top_p=st.integers(1, 64).map(lambda n: n / 64),
     min_p=st.sampled_from([0.0, 0.0, 2.0**-6, 0.125, 0.5, 1.0]),
     temperature=st.sampled_from([1.0, 0.5, 2.0, 4.0]),
+    shift=st.sampled_from([0.0, 0.1, -7.3]),
 )
-def test_dyadic_masses_decide_ties_as_exact_arithmetic_does(exponents, top_k, top_p, min_p, temperature):
-    logits = -np.array(exponents) * LN2 * temperature
+def test_dyadic_masses_decide_ties_as_exact_arithmetic_does(exponents, top_k, top_p, min_p, temperature, shift):
+    logits = -np.array(exponents) * LN2 * temperature  # a shift rounds every logit, and changes no tie
+    logits += shift
     kept = one(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     assert kept_ids(kept) == exact_kept(exponents, top_k, top_p, min_p)
 
@@ -213,6 +226,12 @@ def test_bans_leave_mass_0_and_yet_not_the_whole_vocabulary():
     assert kept.log_kept_mass_B[0] == 0
     assert not kept.is_full_B[0]
     assert kept_ids(kept) == [0, 2]
+
+
+def test_top_k_beyond_the_finite_logits_keeps_no_banned_id():
+    kept = one([0.0, -np.inf, 1.0, -np.inf, -np.inf], top_k=4)
+    assert kept_ids(kept) == [0, 2]
+    assert kept.log_kept_mass_B[0] == 0
 
 
 def test_a_filter_that_lets_everything_pass_keeps_the_whole_vocabulary():
