@@ -20,6 +20,9 @@ from keptset.schemas.ragged import NestedRagged, Ragged
 MAX_ITEMS = 2**31 - 1
 """Arrow list offsets are int32: a batch cannot hold more tokens or kept ids than this."""
 
+COMPACT_ENOUGH = 1.1
+"""Memory held per byte of the rows up to which `compact` has nothing to do."""
+
 
 class RolloutBatch:
     """Responses with everything recorded about them, as one Arrow record batch.
@@ -161,7 +164,14 @@ class RolloutBatch:
         return self._with(self.arrow.filter(pa.array(np.asarray(mask, bool))))
 
     def compact(self) -> RolloutBatch:
-        """The same rows in memory of their own size: a slice otherwise drags its parent's buffers along."""
+        """The same rows in memory of their own size: a slice otherwise drags its parent's buffers along.
+
+        Without a copy where there is next to nothing to drop.
+        """
+        if self.arrow.get_total_buffer_size() <= COMPACT_ENOUGH * self.arrow.nbytes:
+            return self
+        if not self.num_responses:  # Arrow would write the parent's tokens along
+            return self.take(np.zeros(0, np.int64))
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, self.arrow.schema) as writer:
             writer.write_batch(self.arrow)
@@ -172,8 +182,8 @@ class RolloutBatch:
         return self.num_responses
 
     def __reduce__(self) -> tuple[type[RolloutBatch], tuple[pa.RecordBatch, Identity]]:
-        # Views already made are left behind: they would be stored a second time.
-        return RolloutBatch, (self.arrow, self.identity)
+        # Neither a slice's parent nor the views already made shall travel along.
+        return RolloutBatch, (self.compact().arrow, self.identity)
 
     def __repr__(self) -> str:
         return f"RolloutBatch({self.num_responses} responses, {self.num_tokens} tokens, {self.num_kept_ids} kept ids)"

@@ -35,7 +35,7 @@ _NULL_WHERE_NOT_SAMPLED = (
 
 
 def check_numbers(view: TokenView, sets: SetColumn | None, collector: Collector) -> None:
-    """Kinds `nulls`, `logprob`, `mass`, `version_order`. `sets`: the kept sets, for what must hold of single members."""
+    """Kinds `nulls`, `logprob`, `mass`, `version_order`. `sets`: the kept sets, if any."""
     _check_nulls(view, collector)
     _check_logprobs(view, sets, collector)
     _check_masses(view, collector)

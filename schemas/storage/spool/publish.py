@@ -1,0 +1,68 @@
+"""An open stream becomes a published file: rewritten compressed and guarded, then given its name in one step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from keptset.schemas.storage.spool.guard import GuardedSink
+from keptset.schemas.storage.spool.stream import HEADER_CRC, StoredBatch
+
+_OPTIONS = pa.ipc.IpcWriteOptions(compression="zstd")
+_BUFFER = 2**20
+
+
+@dataclass(frozen=True)
+class Written:
+    """What went into a published file."""
+
+    batches: int
+    end: int
+    """Byte of the stream behind the last of them."""
+
+
+def publish(batches: Iterator[StoredBatch], path: Path, *, fsync: bool) -> Written:
+    """Write the batches as `path`, which appears whole or not at all; nothing is written where there are none.
+
+    Holds one batch at a time. With `fsync` file and folder are on the device before this returns. Errors: what
+    `batches` raises, OSError from the system; a file half written is removed.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    written = Written(0, 0)
+    try:
+        with temporary.open("wb", buffering=_BUFFER) as file:
+            sink = GuardedSink(file)
+            writer = None
+            for stored in batches:
+                if writer is None:
+                    writer = pa.ipc.new_file(pa.PythonFile(sink, mode="w"), stored.arrow.schema, options=_OPTIONS)
+                kept = {key: value for key, value in stored.metadata.items() if key != HEADER_CRC}
+                writer.write_batch(stored.arrow, custom_metadata=kept)
+                written = Written(written.batches + 1, stored.end)
+            if writer is not None:
+                sink.ending()
+                writer.close()
+                sink.finish()
+            file.flush()
+            if fsync:
+                os.fsync(file.fileno())
+        if written.batches:
+            os.replace(temporary, path)
+            if fsync:
+                sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return written
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the folder's list of names durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,126 @@
+"""What crashed writers left open is closed at its last whole batch and published; files of live writers stay."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from keptset.schemas.errors import DamagedFile, SchemaError, StorageError
+from keptset.schemas.storage.spool.guard import check_guard
+from keptset.schemas.storage.spool.locks import still_there, try_lock
+from keptset.schemas.storage.spool.names import DAMAGED, OPEN, PUBLISHED, SpoolFile, places
+from keptset.schemas.storage.spool.publish import publish
+from keptset.schemas.storage.spool.stream import StoredBatch, read_whole_batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovered:
+    """What became of one orphaned open file."""
+
+    writer: str
+    seq: int
+    published: Path | None
+    """None where it held no whole batch."""
+    batches: int
+    dropped_bytes: int
+    """Behind the last whole batch: of a batch that was never acknowledged, unless `damage` says otherwise."""
+    damage: str | None = None
+    """Why reading ended before the file did, where it was not just cut off. The file is then kept, see `set_aside`."""
+    set_aside: Path | None = None
+    """Where a damaged open file was moved to."""
+
+
+def recover(folder: str | Path, *, fsync: bool = True) -> list[Recovered]:
+    """Publish what crashed writers left in `folder`, and say what that was.
+
+    Safe beside live writers and other recoveries: a file is touched only under its lock. Errors: StorageError where the
+    folder or a file cannot be read or written; what was recovered before stays recovered.
+    """
+    folder = Path(folder)
+    found = [recover_file(folder, place, fsync=fsync) for place in places(folder) if place.suffix == OPEN]
+    return [recovered for recovered in found if recovered is not None]
+
+
+def recover_file(folder: Path, place: SpoolFile, *, fsync: bool) -> Recovered | None:
+    """Recover one open file; None where its writer is alive, or where it is gone. Errors: StorageError."""
+    path = folder / place.name
+    try:
+        with path.open("r+b", buffering=0) as file:
+            if not try_lock(file.fileno(), path) or not still_there(file.fileno(), path):
+                return None
+            return _recover_locked(file.fileno(), path, place, fsync=fsync)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StorageError(
+            f"cannot recover {path}: {error.strerror or error}; its whole batches are safe there: free space or grant "
+            "access, then recover again"
+        ) from error
+
+
+def _recover_locked(file: int, path: Path, place: SpoolFile, *, fsync: bool) -> Recovered:
+    target = path.with_name(place.with_suffix(PUBLISHED).name)
+    size = os.fstat(file).st_size
+    published = _count_published(target)
+    if published is not None:  # the writer died between publishing and removing
+        path.unlink()
+        return _told(place, target, published, 0)
+    damage: list[str] = []
+    try:
+        written = publish(_until_damage(read_whole_batches(file, path), damage), target, fsync=fsync)
+    except SchemaError as error:
+        return _told(place, None, 0, 0, damage=f"left as it is: {error}")
+    set_aside = None
+    if damage:
+        set_aside = path.with_name(place.with_suffix(DAMAGED).name)
+        os.replace(path, set_aside)
+    else:
+        path.unlink()
+    return _told(
+        place,
+        target if written.batches else None,
+        written.batches,
+        size - written.end,
+        damage=damage[0] if damage else None,
+        set_aside=set_aside,
+    )
+
+
+def _until_damage(batches: Iterator[StoredBatch], damage: list[str]) -> Iterator[StoredBatch]:
+    try:
+        yield from batches
+    except DamagedFile as error:
+        damage.append(str(error))
+
+
+def _count_published(path: Path) -> int | None:
+    """Batches of the published file; None where there is none, or none that is whole."""
+    try:
+        check_guard(path)
+    except (FileNotFoundError, DamagedFile):
+        return None
+    with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
+        return int(reader.num_record_batches)
+
+
+def _told(
+    place: SpoolFile,
+    published: Path | None,
+    batches: int,
+    dropped_bytes: int,
+    damage: str | None = None,
+    set_aside: Path | None = None,
+) -> Recovered:
+    return Recovered(
+        writer=place.writer,
+        seq=place.seq,
+        published=published,
+        batches=batches,
+        dropped_bytes=dropped_bytes,
+        damage=damage,
+        set_aside=set_aside,
+    )
