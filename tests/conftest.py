@@ -7,6 +7,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from keptset.rollout import cpu_threads
+
+# Before any test module imports Paddle. One thread: Ray's workers inherit it, and share the cores with this process.
+cpu_threads.configure(threads=1)
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 # Examples are the same in every run where a failure must be seen again, and new ones at a developer's desk.

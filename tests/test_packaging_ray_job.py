@@ -95,8 +95,9 @@ def ray_command() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Without the path by which this test run finds keptset, and without a cluster that the caller has joined."""
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
+    """Without the path by which this test run finds keptset, and without a cluster or token of the caller's."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
+    return {**inherited, "RAY_AUTH_MODE": "disabled"}
 
 
 def free_ports(count: int) -> list[int]:
@@ -109,7 +110,7 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def wait_for(address: str, head: "subprocess.Popen[bytes]", log: Path, seconds: float = 60) -> None:
+def wait_for(address: str, head: "subprocess.Popen[bytes]", log: Path, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and head.poll() is None:
         try:
