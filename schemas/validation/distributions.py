@@ -97,13 +97,13 @@ def _sum_detail(totals: AnyArray, i: int) -> str:
 
 
 def _value_detail(symbol: str, recorded: AnyArray, derived: AnyArray, i: int) -> str:
-    return f"{symbol} = {recorded[i]}, the kept distribution gives {derived[i]:.7g}"
+    return f"{symbol} = {recorded[i]:.7g}, the kept distribution gives {derived[i]:.7g}"
 
 
 def _derive(
     ids: SetColumn, logprobs: SetColumn, tokens_T: AnyArray, start: int, stop: int
 ) -> tuple[AnyArray, AnyArray, AnyArray]:
-    """Sum of p, entropy, and log p of the sampled token (NaN where it is no member), each [C].
+    """Sum of p, entropy, and log p of the sampled token (NaN where that is not exactly one member), each [C].
 
     A member of probability 0 makes the sum NaN: what was never possible is no member. An empty set counts as sound
     here: it has a finding of its own.
@@ -124,7 +124,10 @@ def _derive(
         totals[nonempty] = np.add.reduceat(p_M.astype(np.float64), starts)
     totals[nonempty[np.isnan(entropies[nonempty])]] = np.nan
     hits = np.flatnonzero(np.repeat(tokens_T[start:stop], lengths_C) == ids_M)
-    one_each = len(hits) == len(nonempty) and bool(((hits >= starts) & (hits < stops)).all())
-    owners = nonempty if one_each else np.searchsorted(offsets_C1, hits, side="right") - 1
+    if len(hits) == len(nonempty) and ((hits >= starts) & (hits < stops)).all():  # one in each set
+        own[nonempty] = logp_M[hits]
+        return totals, entropies, own
+    owners = np.searchsorted(offsets_C1, hits, side="right") - 1
     own[owners] = logp_M[hits]
+    own[owners[1:][owners[1:] == owners[:-1]]] = np.nan  # twice in a set that is not sorted: which one is meant?
     return totals, entropies, own

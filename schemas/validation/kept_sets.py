@@ -36,7 +36,7 @@ def check_kept_sets(view: TokenView, sets: SetColumn | None, collector: Collecto
             lambda i: range_detail(int(tokens_T[tokens[i]]), vocab_size, "token_ids"),
         )
     _check_top_ids(view, collector)
-    if sets is None:
+    if sets is None or not view.num_tokens:
         return
     check_set_nulls(view, sets, "kept_ids", collector)
     lengths_T = np.diff(sets.offsets_T1)

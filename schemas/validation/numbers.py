@@ -85,7 +85,7 @@ def _check_logprobs(view: TokenView, sets: SetColumn | None, collector: Collecto
         collector.add(
             FindingKind.LOGPROB,
             *view.locate(tokens),
-            lambda i: f"b = {b_T[tokens[i]]}, outside ({SMALLEST_LOGPROB:g}, {LARGEST_LOGPROB:g}]",
+            lambda i: f"b = {b_T[tokens[i]]:.7g}, outside ({SMALLEST_LOGPROB:g}, {LARGEST_LOGPROB:g}]",
         )
     if sets is None:
         return
@@ -96,7 +96,7 @@ def _check_logprobs(view: TokenView, sets: SetColumn | None, collector: Collecto
         collector.add(
             FindingKind.LOGPROB,
             *view.locate(singles),
-            lambda i: f"b = {b_T[singles[i]]}, though the kept set has one member",
+            lambda i: f"b = {b_T[singles[i]]:.7g}, though the kept set has one member",
         )
 
 
@@ -124,9 +124,9 @@ def _check_masses(view: TokenView, collector: Collector) -> None:
     def detail(i: int) -> str:
         m = float(m_T[tokens[i]])
         if not np.isfinite(m) or m > LARGEST_LOGPROB:
-            return f"m = {m}, not finite or above {LARGEST_LOGPROB:g}"
+            return f"m = {m:.7g}, not finite or above {LARGEST_LOGPROB:g}"
         top_p = float(top_p_T[tokens[i] if len(top_p_T) > 1 else 0])
-        return f"m = {m}: kept mass {np.exp(m):.7g} is below top_p = {top_p}"
+        return f"m = {m:.7g}: kept mass {np.exp(m):.7g} is below top_p = {top_p}"
 
     collector.add(FindingKind.MASS, *view.locate(tokens), detail)
 
