@@ -18,7 +18,7 @@ from keptset.schemas.errors import InvalidInput, ViolationError
 from keptset.schemas.findings import Example, Finding, FindingKind, Severity
 from keptset.schemas.ragged import NestedRagged, Ragged, offsets_of
 from keptset.schemas.rollout_batch import RolloutBatch
-from keptset.schemas.sampling_params import SamplingParams
+from keptset.schemas.sampling_params import KnownParams, SamplingParams
 
 MAX_KEPT_IDS = 2**24
 """Batches are cut here, so that some hundred of them can still be joined under 32-bit offsets."""
@@ -43,7 +43,8 @@ class Response:
     trainable: Array | None = None
     """bool [T]; None: as sampled."""
     behavior_logprobs: Array | None = None
-    """float [T]; entries of tokens that were not sampled are ignored, here and in every column below."""
+    """float [T]; entries of tokens that were not sampled are ignored, here and in every column below. Entries that a
+    NumPy mask hides are unknown: they become null, in every per-token column of floats."""
     logprob_domain: str = "kept"
     full_logprobs: Array | None = None
     log_kept_mass: Array | None = None
@@ -63,7 +64,7 @@ class Response:
     """int [T]; negative where unknown."""
     kv_policy: str | None = "none"
     error: str | None = None
-    params: SamplingParams | None = None
+    params: SamplingParams | KnownParams | None = None
     """None: no setting is known."""
     seed: int | None = None
     sampler_extras: str | None = None
@@ -214,6 +215,8 @@ def _per_token(responses: list[Response], name: str) -> pa.Array:
         )
         if name == "policy_versions":
             valid &= np.concatenate(present) >= 0
+        elif any(isinstance(value, np.ma.MaskedArray) for value in given):
+            valid &= ~np.concatenate([np.ma.getmaskarray(value) for value in given if value is not None])
     return Ragged(offsets, _concatenate(present), valid, row_valid).to_arrow(item)
 
 
@@ -248,13 +251,16 @@ def _setting(responses: list[Response], name: str) -> pa.Array:
 
 
 def _logit_bias(responses: list[Response], name: str) -> pa.Array:
-    values = [None if r.params is None else sorted(r.params.logit_bias.items()) for r in responses]
+    known = [None if r.params is None else r.params.logit_bias for r in responses]
+    values = [None if bias is None else sorted(bias.items()) for bias in known]
     return pa.array(values, BY_NAME[name].type)
 
 
 def _extras(responses: list[Response], name: str) -> pa.Array:
     values = [
-        r.sampler_extras if r.sampler_extras is not None or r.params is None else canonical_extras(r.params)
+        canonical_extras(r.params)
+        if r.sampler_extras is None and isinstance(r.params, SamplingParams)
+        else r.sampler_extras
         for r in responses
     ]
     return pa.array(values, pa.string())

@@ -105,6 +105,23 @@ class SamplingParams:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class KnownParams:
+    """What a foreign engine's record tells of its settings, named and meant as in `SamplingParams`; None: unknown."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        SamplingParams(**{name: value for name, value in vars(self).items() if value is not None})
+
+
 def _check(holds: bool, name: str, value: object, must: str) -> None:
     if not holds:
         raise InvalidInput(f"{name} is {value!r}; it must {must}")
