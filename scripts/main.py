@@ -29,6 +29,10 @@ COMMANDS = {
         "keptset.scripts.demo",
         "Sample a small real model on this machine and score it twice: ratios, table, report.",
     ),
+    "import": (
+        "keptset.scripts.import_",
+        "Read an engine's recorded output into a spool.",
+    ),
 }
 """Subcommand -> (module, one line of help)."""
 
