@@ -76,7 +76,7 @@ class RolloutPool:
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
             options: dict[str, Any] = {"include_dashboard": False} if address is None else {}
-            ray.init(address=address, log_to_driver=False, logging_level="WARNING", **options)
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
         self._make = (
             ray.remote(RolloutWorker)
             .options(num_cpus=threads_per_actor, num_gpus=gpus_per_actor, max_restarts=0)

@@ -48,7 +48,7 @@ class Request:
         if len(ids) >= max_length:
             raise InvalidInput(
                 f"prompt {self.prompt_id} has {len(ids)} tokens; with a context of {max_length} at most "
-                f"{max_length - 1} leave room for a response: shorten it, or raise max_length as far as the model allows"
+                f"{max_length - 1} leave room for a response: shorten it, or raise max_length if the model allows"
             )
         outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
         if len(outside):

@@ -46,7 +46,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer) -> list[Prompt]:
 
 def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"prompt file {path} cannot be read: {error}") from error
     for number, line in enumerate(lines, start=1):
