@@ -4,6 +4,14 @@ The names below load on first use: `DecoderConfig` needs no Paddle, `load_decode
 """
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from keptset.rollout.models.config import DecoderConfig as DecoderConfig
+    from keptset.rollout.models.decoder import Decoder as Decoder
+    from keptset.rollout.models.decoder import load_decoder as load_decoder
+    from keptset.rollout.models.kv_cache import KVCache as KVCache
+    from keptset.rollout.models.segments import Segment as Segment
 
 _PUBLIC = {
     "Decoder": "decoder",
