@@ -26,13 +26,7 @@ from keptset.trainer_bridge.sampled_tokens import Bools, Ints, SampledTokens, sa
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedBatch:
-    """Prompt and response of each row on a grid [B, L].
-
-    >>> batch = ...                                                                 # doctest: +SKIP
-    >>> padded = to_padded(batch, pad_token_id=0, side="right")                     # doctest: +SKIP
-    >>> logits_BLV = model(padded.input_ids_BL, padded.position_ids_BL)             # doctest: +SKIP
-    >>> scores = score_aligned(padded, logits_BLV)                                  # doctest: +SKIP
-    """
+    """Prompt and response of each row on a grid [B, L]."""
 
     input_ids_BL: Ints
     position_ids_BL: Ints
@@ -90,6 +84,16 @@ def to_padded(
 
     Errors: ViolationError of kind `prompt` where the first token was sampled and no prompt precedes it; InvalidInput
     where a row is longer than `length`: rows are never cut.
+
+    >>> from keptset.schemas.builder import BatchBuilder, Response
+    >>> from keptset.schemas.columns import Identity
+    >>> builder = BatchBuilder(Identity(vocab_size=9))
+    >>> builder.add(Response(rollout_id="r", prompt_id="p", finish_reason="stop",
+    ...     prompt_token_ids=np.array([5, 6]), token_ids=np.array([7, 8]),
+    ...     kept_offsets=np.array([0, 1, 3]), kept_ids=np.array([7, 2, 8])))
+    >>> padded = to_padded(builder.build(), pad_token_id=0, side="left", length=5)
+    >>> padded.input_ids_BL.tolist(), padded.logit_index_T.tolist()
+    ([[0, 5, 6, 7, 8]], [2, 3])
     """
     if side not in ("left", "right"):
         raise InvalidInput(f"side is {side!r}; it must be 'left' or 'right'")

@@ -142,6 +142,20 @@ def test_forced_tokens_are_input_but_neither_scored_nor_trained_on(batch: Rollou
     assert packed.tokens.behavior_logprobs_T.tolist() == [0.0, -0.125, 0.0, -0.25, 0.0]
 
 
+def test_the_callers_loss_mask_follows_its_tokens_past_forced_ones() -> None:
+    batch = batch_of(
+        {
+            "prompt_token_ids": np.array([20]),
+            "token_ids": [21, 22, 23, 24],
+            "sampled": [True, False, True, True],
+            "trainable": np.array([False, True, True, False]),
+        }
+    )
+    for aligned in layouts(batch).values():
+        assert aligned.tokens.trainable_T.tolist() == [False, True, False]
+        assert flat(aligned, "input_ids")[flat(aligned, "loss_mask")].tolist() == [23]
+
+
 def test_kept_sets_that_foreign_data_gives_forced_tokens_are_left_out() -> None:
     batch = batch_of(
         {

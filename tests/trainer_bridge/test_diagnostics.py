@@ -96,7 +96,7 @@ def test_huge_sequence_weights_leave_the_effective_sample_size_finite() -> None:
     assert report.sequence.mean_ratio == np.inf
 
 
-@given(DELTAS, st.lists(st.integers(0, 40), max_size=4))
+@given(DELTAS, st.lists(st.integers(1, 6), max_size=4))
 def test_merged_parts_equal_the_whole(delta: np.ndarray, cuts: list[int]) -> None:
     rows = np.sort(np.arange(len(delta)) % 7)
     sizes = 1 + np.arange(len(delta)) % 5 * 400
@@ -122,6 +122,16 @@ def test_merged_parts_equal_the_whole(delta: np.ndarray, cuts: list[int]) -> Non
     whole = counted(slice(0, len(delta)))
     assert_reports_equal(merged.report(), whole.report())
     np.testing.assert_array_equal(merged.histogram, whole.histogram)
+
+
+@pytest.mark.parametrize("order", [[0.0, 2.0], [2.0, 0.0]])
+def test_effective_sample_sizes_merge_whichever_part_holds_the_largest_weight(order: list[float]) -> None:
+    merged = Diagnostics()
+    for middle in order:
+        part = Diagnostics()
+        part.add(ratios_of([middle, middle - 1]))
+        merged.merge(part)
+    assert merged.report().token.ess_fraction == pytest.approx(reference.ess_fraction([0.0, -1.0, 2.0, 1.0]))
 
 
 def assert_reports_equal(one: DiagnosticsReport, other: DiagnosticsReport) -> None:

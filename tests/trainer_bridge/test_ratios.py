@@ -117,6 +117,10 @@ def test_a_token_that_does_not_enter_can_neither_poison_nor_stop() -> None:
     assert d.at("sequence").ratios_C.tolist() == [1.0]
     assert d.at("token").ratios_C.tolist() == [1.0]
     assert d.violations.counts() == {}
+    excluded = Violations.none(2).mark(np.array([False, True]), "member")
+    scored = log_ratios(np.array([-1.0, np.nan]), [-1.0, -1.0], [0, 0], trainable_T=[True, False], violations=excluded)
+    assert scored.at("sequence").ratios_C.tolist() == [1.0]
+    assert scored.violations.counts() == {}
 
 
 def test_what_scoring_excluded_is_counted_under_its_own_kind(tensor: Any) -> None:

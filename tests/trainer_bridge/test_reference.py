@@ -208,6 +208,7 @@ def test_surprisal_without_choices_is_no_number() -> None:
 
 
 def test_holm_rejects_step_by_step() -> None:
-    assert reference.holm([0.01, 0.04, 0.03, 0.005], 0.05).tolist() == [True, False, False, True]
+    # Sorted: 0.01 <= 0.05 / 4, 0.015 <= 0.05 / 3, 0.03 > 0.05 / 2 stops. Without steps 0.015 would stay.
+    assert reference.holm([0.015, 0.04, 0.03, 0.01], 0.05).tolist() == [True, False, False, True]
     assert reference.holm([0.6, 0.001], 0.05).tolist() == [False, True]
     assert reference.holm([], 0.05).tolist() == []

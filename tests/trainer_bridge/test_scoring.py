@@ -233,6 +233,13 @@ def test_kept_entropy_is_that_of_the_renormalised_distribution(seed: int) -> Non
         assert got[t] == pytest.approx(-np.sum(p * np.log(p)), abs=1e-9)
 
 
+def test_a_kept_id_that_the_trainer_bans_adds_nothing_to_the_entropy(framework: str) -> None:
+    logits = TENSORS[framework](np.array([[0.0, -np.inf, 0.0]] * 2))
+    scores = score_from_logits(logits, [0, 0], [0, 3, 3], [0, 1, 2], [1.0, 1.0], full_T=[False, True], entropy=True)
+    np.testing.assert_allclose(host(scores.entropy_T), np.log([2, 2]), rtol=1e-6)
+    np.testing.assert_allclose(host(scores.logprobs_T), -np.log([2, 2]), rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_the_error_is_that_of_rounding_logits_once(dtype: str) -> None:
     case = ragged(3, tokens=60, vocab_size=300)

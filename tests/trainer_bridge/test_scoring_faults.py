@@ -162,4 +162,4 @@ def test_a_half_finished_record_of_settings_is_refused_not_guessed(world: Any) -
 def test_the_hand_without_logits_cannot_read_any() -> None:
     hand = PaddleHand(paddle.zeros([1, 3])).without_logits()
     with pytest.raises(AttributeError):
-        hand.gather(np.array([0]))  # type: ignore[attr-defined]
+        hand.gather(np.array([0]))

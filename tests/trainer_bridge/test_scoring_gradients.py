@@ -13,8 +13,8 @@ from keptset.schemas.sampling_params import SamplingParams
 from keptset.trainer_bridge import reference
 from keptset.trainer_bridge.alignment import to_packed, to_padded
 from keptset.trainer_bridge.replay import Patch, Replay
-from keptset.trainer_bridge.scoring import full_softmax as full_softmax_module
 from keptset.trainer_bridge.scoring import (
+    paddle_hand,
     score_aligned,
     score_aligned_full_vocabulary,
     score_from_logits,
@@ -164,7 +164,7 @@ def test_the_full_vocabulary_is_scored_in_blocks_with_the_same_gradient(
     results = []
     logits = leaf(rng, "float64")
     for elements in (1, 3 * VOCAB, 1 << 22):
-        monkeypatch.setattr(full_softmax_module, "BLOCK_ELEMENTS", elements)
+        monkeypatch.setattr(paddle_hand, "_HOST_BLOCK", elements)
         logits.clear_gradient()
         scores = score_full_vocabulary(logits, **bare)
         scores.logprobs_T.sum().backward()
@@ -200,7 +200,9 @@ def test_gradients_pass_through_replayed_processors(case: dict[str, Any], rng: A
         return float(score_from_logits(z, **case).logprobs_T.sum())
 
     z, step = logits.detach().numpy(), 1e-6
-    for row, column in zip(rng.integers(0, TOKENS, 60), rng.integers(0, VOCAB, 60), strict=True):
+    rows, columns = rng.integers(0, TOKENS, 60), rng.integers(0, VOCAB, 60)
+    rows, columns = [*rows, *np.repeat(patched, 3)], [*columns, *patch.ids_N]
+    for row, column in zip(rows, columns, strict=True):
         nudge = np.zeros_like(z)
         nudge[row, column] = step
         numeric = (total(z + nudge) - total(z - nudge)) / (2 * step)

@@ -1,7 +1,7 @@
 """log-softmax over the whole vocabulary, in blocks of rows, with its gradient.
 
-The same equation as over a kept set. A block holds at most BLOCK_ELEMENTS logits, so the working memory does not grow
-with the number of tokens; a row is never split, for its logits already lie side by side.
+The same equation as over a kept set. A block holds about as many logits as the hand asks for, so working memory does
+not grow with the number of tokens; a row is never split, for its logits already lie side by side.
 
 Legend: F tokens scored so, R rows of one block, V vocabulary.
 """
@@ -18,9 +18,6 @@ from keptset.trainer_bridge.scoring.hand import Hand, Ints, Tensor
 from keptset.trainer_bridge.scoring.kept_softmax import replayed
 from keptset.trainer_bridge.scoring.plan import Plan
 
-BLOCK_ELEMENTS = 1 << 22
-"""Logits in work at once: 16 MiB of float32, a few of which exist at a time."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class FullSoftmax:
@@ -32,15 +29,15 @@ class FullSoftmax:
     entropy_F: Tensor | None
 
 
-def _blocks(num: int, vocab_size: int) -> Iterator[slice]:
-    step = max(1, BLOCK_ELEMENTS // vocab_size)
+def _blocks(hand: Hand, num: int, vocab_size: int) -> Iterator[slice]:
+    step = max(1, hand.block_elements // vocab_size)
     return (slice(begin, min(begin + step, num)) for begin in range(0, num, step))
 
 
 def full_softmax(hand: Hand, plan: Plan, rows_T: Ints, vocab_size: int, *, entropy: bool) -> FullSoftmax:
     """Scores over the vocabulary of the plan's full tokens."""
     logprobs, tops, log_sums, entropies = [], [], [], []
-    for block in _blocks(len(plan.full_F), vocab_size):
+    for block in _blocks(hand, len(plan.full_F), vocab_size):
         z_RV, _ = _block_logits(hand, plan, rows_T, vocab_size, block)
         temperature_R1 = hand.floats(plan.temperature_F[block, None])
         top_R1 = hand.row_max(z_RV)
@@ -73,7 +70,7 @@ def full_gradient(
     gradient_RV: Tensor,
 ) -> Tensor:
     """Write the gradient of the full tokens into their rows of zeros [R, V]."""
-    for block in _blocks(len(plan.full_F), vocab_size):
+    for block in _blocks(hand, len(plan.full_F), vocab_size):
         z_RV, slope = _block_logits(hand, plan, rows_T, vocab_size, block)
         temperature_R1 = hand.floats(plan.temperature_F[block, None])
         scaled_R1 = gradient_F[block].reshape([-1, 1]) / temperature_R1

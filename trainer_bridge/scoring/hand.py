@@ -23,6 +23,10 @@ Ints = NDArray[np.int64]
 class Hand(Protocol):
     """What scoring and ratios need of a framework. [R, V] are logits; M, A, T are flat axes."""
 
+    @property
+    def block_elements(self) -> int:
+        """Logits to work on at once: few enough for a cache, or enough to be worth a launch."""
+
     def without_logits(self) -> Hand:
         """The same hand holding on to no logits: `gather` and `rows` are gone, their memory can go too."""
 

@@ -17,6 +17,9 @@ Array = NDArray[np.float64]
 class NumpyHand:
     """See `Hand`. Logits of any floating dtype; everything gathered from them is widened to float64."""
 
+    block_elements = 1 << 17
+    """1 MiB of float64: stays in a core's cache."""
+
     def __init__(self, logits_RV: NDArray[np.floating]) -> None:
         if not np.issubdtype(logits_RV.dtype, np.floating):
             raise InvalidInput(f"array has dtype {logits_RV.dtype}; it must be floating point")

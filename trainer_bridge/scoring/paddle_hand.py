@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,10 @@ from keptset.schemas.errors import InvalidInput
 from keptset.trainer_bridge.scoring.hand import Ints, Tensor
 
 _HALF = (paddle.float16, paddle.bfloat16)
+_HOST_BLOCK = 1 << 17
+"""Half a MiB of float32: stays in a core's cache (on 2 cores twice as fast as blocks of 16 MiB)."""
+_DEVICE_BLOCK = 1 << 24
+"""64 MiB of float32: few launches, and small beside a device's memory."""
 
 
 class PaddleHand:
@@ -30,13 +35,19 @@ class PaddleHand:
         self._source_RV = logits_RV
         self._place, self._source_dtype, self._shape = logits_RV.place, logits_RV.dtype, logits_RV.shape
         self._dtype = paddle.float64 if logits_RV.dtype == paddle.float64 else paddle.float32
-        logits_RV = logits_RV.detach()
-        lacks_kernels = logits_RV.place.is_cpu_place() and logits_RV.dtype in _HALF
-        self._logits_RV = logits_RV.astype(self._dtype) if lacks_kernels else logits_RV
+        self.block_elements = _HOST_BLOCK if self._place.is_cpu_place() else _DEVICE_BLOCK
+
+    @cached_property
+    def _logits_RV(self) -> Tensor:
+        """The logits outside any graph, in a dtype that this build can gather from."""
+        if self._place.is_cpu_place() and self._source_dtype in _HALF:
+            return self._source_RV.detach().astype(self._dtype)
+        return self._source_RV.detach()
 
     def without_logits(self) -> PaddleHand:
         slim = copy.copy(self)
-        slim._source_RV = slim._logits_RV = None
+        slim._source_RV = None
+        slim.__dict__.pop("_logits_RV", None)
         return slim
 
     def exact(self) -> AbstractContextManager[object]:
@@ -93,7 +104,8 @@ class PaddleHand:
         return paddle.concat(parts)
 
     def new_gradient(self) -> Tensor:
-        return self.floats(np.zeros(1)).expand(self._shape).clone()
+        # paddle.zeros would put them on the default device.
+        return self.floats(np.zeros((1, 1))).tile(self._shape)
 
     def put_rows(self, gradient_RV: Tensor, rows: Ints, new: Tensor) -> Tensor:
         return paddle.scatter_(gradient_RV, self.ints(rows), new, overwrite=True)
