@@ -9,6 +9,7 @@ Legend: S slots, P positions, M tokens committed in one step, N kept ids.
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -131,7 +132,7 @@ class Recorder:
         """The response of this slot as far as it got; the slot is free again."""
         request = self._requests.pop(slot)
         length = int(self._length_S[slot])
-        row = {name: column[slot, :length].copy() for name, column in self._table.items()}
+        row: dict[str, Any] = {name: column[slot, :length].copy() for name, column in self._table.items()}
         starts, sizes, is_full = row.pop("start"), row.pop("size"), row.pop("is_full")
         if length and is_full.all():
             support, sets = "full", {}
@@ -161,7 +162,7 @@ class Recorder:
         sizes: npt.NDArray[np.int64],
         is_full: npt.NDArray[np.bool_],
         with_distribution: bool,
-    ) -> dict[str, npt.NDArray[np.generic]]:
+    ) -> dict[str, Any]:
         """Kept sets of one response; a token that kept the whole vocabulary among others that did not gets every id."""
         index = span_index(starts, sizes)
         ids, logprobs = self._store.ids[index], self._store.logprobs[index]

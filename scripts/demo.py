@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from keptset.rollout.cpu_threads import configure, usable_cores
 from keptset.rollout.sampling import row_seed
@@ -249,7 +249,7 @@ def _progress(console: Console) -> Progress:
 
 
 @contextmanager
-def _bar(bars: Progress, description: str, *, total: float | None) -> Iterator[int]:
+def _bar(bars: Progress, description: str, *, total: float | None) -> Iterator[TaskID]:
     task = bars.add_task(description, total=total)
     yield task
     bars.update(task, completed=total if total is not None else 1, total=total if total is not None else 1)

@@ -91,5 +91,5 @@ def _floor(one_pass: Rescored, other_T: npt.NDArray[np.float64]) -> Floor:
     return Floor.of((one_pass.kept_T - other_T)[choice])
 
 
-def _mean(values: npt.NDArray[np.generic]) -> float:
+def _mean(values: npt.NDArray[np.floating | np.integer | np.bool_]) -> float:
     return float(np.mean(values)) if len(values) else float("nan")

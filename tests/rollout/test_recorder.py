@@ -28,7 +28,10 @@ def commit(recorder, slots, kept, version=0):
     return tokens
 
 
-def replay(slots_per_step, *, params=SamplingParams(top_k=5), compact_above=None, monkeypatch=None):
+TOP_5 = SamplingParams(top_k=5)
+
+
+def replay(slots_per_step, *, params=TOP_5, compact_above=None, monkeypatch=None):
     """Drive a recorder and, beside it, a plain list per slot; return both."""
     if compact_above is not None:
         monkeypatch.setattr(recorder_module, "_COMPACT_ABOVE", compact_above)
@@ -120,7 +123,14 @@ def test_a_request_settles_to_the_same_identity_every_time():
 
 @pytest.mark.parametrize(
     ("ids", "told"),
-    [([], "non-empty"), ([1.5], "float"), ([[1]], "shape"), ([1] * 9, "9 tokens"), ([1, 50], "position 1"), ([-1], "-1")],
+    [
+        ([], "non-empty"),
+        ([1.5], "float"),
+        ([[1]], "shape"),
+        ([1] * 9, "9 tokens"),
+        ([1, 50], "position 1"),
+        ([-1], "-1"),
+    ],
 )
 def test_a_prompt_that_cannot_be_used_is_refused_by_name(ids, told):
     with pytest.raises(InvalidInput, match=f"prompt strange.*{told}"):

@@ -73,4 +73,5 @@ def _ray() -> ModuleType:
         raise MissingDependency(
             "the object store feed needs Ray; install keptset with the extra [rollout], or use the spool feed"
         ) from error
-    return ray
+    module: ModuleType = ray
+    return module
