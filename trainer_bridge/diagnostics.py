@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -150,9 +150,9 @@ class Diagnostics:
         """
         self._same(ratios.ratio_over, ratios.over)
         d_T, counted_T = ratios.host_delta_T, ratios.counted_T
+        on_host = replace(ratios, delta_T=d_T)
         for level in LEVELS:
-            log_ratios_C = ratios.at(level).log_ratios_C
-            self.levels[level].add(hand_for(log_ratios_C).to_host(log_ratios_C))
+            self.levels[level].add(on_host.at(level).log_ratios_C)
         self.histogram += np.bincount(
             np.searchsorted(LOG_RATIO_EDGES, d_T[counted_T], side="right"), minlength=len(self.histogram)
         )

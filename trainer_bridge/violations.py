@@ -8,7 +8,7 @@ Legend: T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -96,7 +96,3 @@ def raise_violation(
         examples=tuple(examples),
     )
     raise ViolationError(f"{consequence}: {finding}", (finding,))
-
-
-def total(counts: Mapping[str, int]) -> int:
-    return sum(counts.values())
