@@ -106,7 +106,12 @@ def test_a_batch_of_single_choices_still_scores_in_chunks(
 ) -> None:
     world = simulate(rng, [SamplingParams(temperature=0)] * 2)
     packed = to_packed(world.batch)
-    scores = score_aligned(packed, lambda positions: world.packed_logits()[positions], full_share=0.0)
+
+    def logits_of(positions: np.ndarray) -> np.ndarray:
+        assert len(positions) == 1, "one position tells framework and device; a model may not take none"
+        return world.packed_logits()[positions]
+
+    scores = score_aligned(packed, logits_of, full_share=0.0)
     assert scores.logprobs_T.tolist() == [0.0] * packed.tokens.num_tokens
 
 
@@ -255,6 +260,14 @@ def test_large_logits_neither_overflow_nor_lose_their_difference(framework: str)
     logits = TENSORS[framework](np.array([[300.0, 299.0, -300.0], [3e38, 3e38, -3e38]]))
     scores = score_from_logits(logits, [1, 0], [0, 2, 5], [0, 1, 0, 1, 2], [1.0, 0.5])
     np.testing.assert_allclose(host(scores.logprobs_T), [-1.3132616875182228, -np.log(2)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("vocab_size", [49_152, 49_153, 511, 513])
+def test_a_wide_vocabulary_costs_no_accuracy(framework: str, vocab_size: int) -> None:
+    logits = np.random.default_rng(0).normal(0, 3, (4, vocab_size)).astype(np.float32)
+    scores = score_full_vocabulary(TENSORS[framework](logits), [0, 7, 400, 510], np.ones(4))
+    expected = [reference.score(row, None, token, 1.0) for row, token in zip(logits, [0, 7, 400, 510], strict=True)]
+    np.testing.assert_allclose(host(scores.logprobs_T), expected, rtol=0, atol=4e-6)
 
 
 def base(**changes: Any) -> dict[str, Any]:
