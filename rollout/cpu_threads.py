@@ -1,4 +1,4 @@
-"""Settings that make Paddle's CPU kernels use the machine. Call `configure` first of all, in every process that computes.
+"""Settings that make Paddle's CPU kernels use the machine. Call `configure` first, in every process that computes.
 
 Paddle's matrix products come from a bundled Intel MKL that reads its environment at the first product: by default it
 takes one thread, and on AMD its slowest code path. Float32 products on 2 cores of an AMD EPYC (Zen 5), Paddle 3.3.1

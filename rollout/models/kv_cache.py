@@ -1,10 +1,10 @@
 """Keys and values of the sequences in flight: fixed slots, written in place.
 
-One tensor a layer holds rows of D numbers, ordered [2, S, K, A]: keys then values, S slots, K key-value heads,
-A positions. A grows up to the cache's capacity as sequences do. Attention reads a run of slots whole, without a copy;
-where that would read much for little, it gathers the blocks of `BLOCK` positions that are needed.
+A layer holds keys as [S, K, D, A] and values as [S, K, A, D], the orders in which decoding's two products read them
+fastest. A grows up to the cache's capacity as sequences do. Attention reads a run of slots whole, without a copy; where
+that would read much for little, it gathers the blocks of `BLOCK` positions that are needed.
 
-Dims: T tokens, S slots, K key-value heads, A allocated positions, D head size, X = 2 * K.
+Dims: T tokens, N slots of one read, S slots, K key-value heads, D head size, A allocated positions, W positions read.
 """
 
 from __future__ import annotations
@@ -19,22 +19,34 @@ from keptset.schemas.errors import InvalidInput
 BLOCK = 64
 """Positions; storage is allocated and gathered in whole blocks."""
 
-# Storage grows by at least a quarter, so that growing stays rare; it holds no more than that for nothing.
+# Storage grows by at least a quarter, so that growing stays rare; at most that much of it idles after growing.
 _GROWTH = 1.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheWrite:
+    """Where one call's tokens go, the same in every layer."""
+
+    key_items: paddle.Tensor
+    """Item of the keys for each [T, K, D], int64, flat."""
+    value_rows: paddle.Tensor
+    """Row of D values for each [T, K], int64, flat."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheRead:
     """Which part of the storage one attention group reads, the same in every layer."""
 
-    rows: int
-    """Slots read, n."""
+    slots: int
+    """Slots read, N."""
     width: int
-    """Positions read of each slot, a multiple of `BLOCK`."""
-    slots: slice
-    """The run of slots that is read whole, where `blocks` is None."""
-    blocks: paddle.Tensor | None
-    """Blocks to gather, int64 [2 * n * K * width / BLOCK]; None: read `slots` whole."""
+    """Positions read of each, W."""
+    run: slice
+    """The slots, where they are read whole."""
+    key_blocks: paddle.Tensor | None = None
+    """Blocks of `BLOCK` items for each [N, K, D, W / BLOCK], int64, flat; None: read `run` whole."""
+    value_blocks: paddle.Tensor | None = None
+    """Blocks of `BLOCK` rows for each [N, K, W / BLOCK], int64, flat."""
 
 
 class KVCache:
@@ -57,18 +69,18 @@ class KVCache:
         """`place`: where the tensors live; None is Paddle's current place."""
         if slots < 1 or capacity < 1:
             raise InvalidInput(f"a cache of {slots} slots and {capacity} positions; both must be >= 1")
-        self.num_layers = layers
-        self.slots, self.capacity, self.kv_heads, self.head_dim = slots, capacity, kv_heads, head_dim
-        self.place = place
+        self.num_layers, self.slots, self.capacity = layers, slots, capacity
+        self.kv_heads, self.head_dim, self.place = kv_heads, head_dim, place
         self.lengths_S = np.zeros(slots, dtype=np.int64)
         self.allocated = BLOCK
-        empty = np.zeros((2 * slots * kv_heads * BLOCK, head_dim), dtype=np.float32)
-        self._layers = [paddle.to_tensor(empty, place=place).astype(dtype) for _ in range(layers)]
+        empty = np.zeros(slots * kv_heads * BLOCK * head_dim, dtype=np.float32)
+        self._keys = [paddle.to_tensor(empty, place=place).astype(dtype) for _ in range(layers)]
+        self._values = [key.clone().reshape([-1, head_dim]) for key in self._keys]
 
     @property
     def nbytes(self) -> int:
         """Bytes now allocated."""
-        return sum(int(rows.size) * rows.element_size() for rows in self._layers)
+        return sum(int(stored.size) * stored.element_size() for stored in (*self._keys, *self._values))
 
     def reserve(self, length: int) -> None:
         """Make room for sequences of `length` tokens.
@@ -79,55 +91,64 @@ class KVCache:
             raise InvalidInput(f"a sequence of {length} tokens does not fit a cache of capacity {self.capacity}")
         if length <= self.allocated:
             return
-        grown = min(max(length, int(self.allocated * _GROWTH)), self.capacity)
-        grown = whole_blocks(grown)
-        for i, rows in enumerate(self._layers):
-            old = rows.reshape([-1, self.allocated * self.head_dim])
-            room = paddle.zeros([old.shape[0], (grown - self.allocated) * self.head_dim], old.dtype)
-            self._layers[i] = paddle.concat([old, room], axis=1).reshape([-1, self.head_dim])
+        grown = whole_blocks(max(length, min(int(self.allocated * _GROWTH), self.capacity)))
+        for i in range(self.num_layers):
+            self._keys[i] = _longer(self._keys[i].reshape([-1, self.allocated]), grown).reshape([-1])
+            longer = _longer(self._values[i].reshape([-1, self.allocated * self.head_dim]), grown * self.head_dim)
+            self._values[i] = longer.reshape([-1, self.head_dim])
         self.allocated = grown
 
-    def rows_of(self, slots_T: np.ndarray, positions_T: np.ndarray) -> paddle.Tensor:
-        """Storage rows of each token's K key heads, then its K value heads, int64 [T * X]."""
-        heads_X = np.add.outer(np.arange(2) * self.slots * self.kv_heads, np.arange(self.kv_heads)).reshape(-1)
-        rows_TX = np.add.outer(slots_T * self.kv_heads, heads_X) * self.allocated + positions_T[:, None]
-        return paddle.to_tensor(rows_TX.reshape(-1), place=self.place)
+    def plan_write(self, slots_T: np.ndarray, positions_T: np.ndarray) -> CacheWrite:
+        """Where tokens at these positions of these slots go."""
+        heads_TK = np.add.outer(slots_T * self.kv_heads, np.arange(self.kv_heads))
+        dims_TKD = np.add.outer(heads_TK * self.head_dim, np.arange(self.head_dim))
+        return CacheWrite(
+            key_items=self._index(dims_TKD * self.allocated + positions_T[:, None, None]),
+            value_rows=self._index(heads_TK * self.allocated + positions_T[:, None]),
+        )
 
-    def write(self, layer: int, rows: paddle.Tensor, values: paddle.Tensor) -> None:
-        """Put `values` [T * X, D] where `rows_of` says."""
-        paddle.scatter_(self._layers[layer], rows, values)
+    def write(self, layer: int, plan: CacheWrite, keys_TKD: paddle.Tensor, values_TKD: paddle.Tensor) -> None:
+        """Store one layer's keys and values, in place."""
+        paddle.scatter_(self._keys[layer], plan.key_items, keys_TKD.reshape([-1]))
+        paddle.scatter_(self._values[layer], plan.value_rows, values_TKD.reshape([-1, self.head_dim]))
 
-    def plan_read(self, slots_N: np.ndarray, length: int, *, whole: bool) -> CacheRead:
-        """How to read the first `length` positions of some slots.
+    def plan_run(self, first: int, slots: int) -> CacheRead:
+        """Read a run of slots whole: every allocated position, without a copy."""
+        return CacheRead(slots=slots, width=self.allocated, run=slice(first, first + slots))
 
-        `whole`: read a run of slots, `slots_N` ascending without gaps, as it lies.
-        """
-        if whole:
-            run = slice(int(slots_N[0]), int(slots_N[-1]) + 1)
-            return CacheRead(rows=len(slots_N), width=self.allocated, slots=run, blocks=None)
-        blocks_per_row = self.allocated // BLOCK
-        needed = whole_blocks(length) // BLOCK
-        sides = np.arange(2) * self.slots * self.kv_heads
-        rows_2NK = np.add.outer(np.add.outer(sides, slots_N * self.kv_heads), np.arange(self.kv_heads))
-        blocks = np.add.outer(rows_2NK * blocks_per_row, np.arange(needed)).reshape(-1)
+    def plan_gather(self, slots_N: np.ndarray, length: int) -> CacheRead:
+        """Read at least the first `length` positions of some slots, copying them."""
+        heads_NK = np.add.outer(slots_N * self.kv_heads, np.arange(self.kv_heads))
+        dims_NKD = np.add.outer(heads_NK * self.head_dim, np.arange(self.head_dim))
+        width = whole_blocks(length)
+        needed, held = np.arange(width // BLOCK), self.allocated // BLOCK
         return CacheRead(
-            rows=len(slots_N),
-            width=needed * BLOCK,
-            slots=slice(0, 0),
-            blocks=paddle.to_tensor(blocks, place=self.place),
+            slots=len(slots_N),
+            width=width,
+            run=slice(0, 0),
+            key_blocks=self._index(np.add.outer(dims_NKD * held, needed)),
+            value_blocks=self._index(np.add.outer(heads_NK * held, needed)),
         )
 
     def read(self, layer: int, plan: CacheRead) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Keys and values, [n, K, width, D] each."""
-        rows = self._layers[layer]
-        if plan.blocks is None:
-            keys, values = rows.reshape([2, self.slots, self.kv_heads, self.allocated, self.head_dim]).unbind(0)
-            return keys[plan.slots], values[plan.slots]
-        picked = paddle.gather(rows.reshape([-1, BLOCK * self.head_dim]), plan.blocks)
-        keys, values = picked.reshape([2, plan.rows, self.kv_heads, plan.width, self.head_dim]).unbind(0)
-        return keys, values
+        """Keys [N, K, D, W] and values [N, K, W, D] of one layer."""
+        keys, values = self._keys[layer], self._values[layer]
+        if plan.key_blocks is not None:
+            keys = paddle.gather(keys.reshape([-1, BLOCK]), plan.key_blocks)
+            values = paddle.gather(values.reshape([-1, BLOCK * self.head_dim]), plan.value_blocks)
+        keys = keys.reshape([-1, self.kv_heads, self.head_dim, plan.width])
+        values = values.reshape([-1, self.kv_heads, plan.width, self.head_dim])
+        return (keys[plan.run], values[plan.run]) if plan.key_blocks is None else (keys, values)
+
+    def _index(self, index: np.ndarray) -> paddle.Tensor:
+        return paddle.to_tensor(index.reshape(-1), place=self.place)
 
 
 def whole_blocks(length: int) -> int:
     """`length` rounded up to a multiple of `BLOCK`."""
     return -(-length // BLOCK) * BLOCK
+
+
+def _longer(rows: paddle.Tensor, columns: int) -> paddle.Tensor:
+    """Rows continued with zeros."""
+    return paddle.concat([rows, paddle.zeros([rows.shape[0], columns - rows.shape[1]], rows.dtype)], axis=1)

@@ -105,7 +105,7 @@ class Parameter:
         """Copies of the checkpoint's tensors, in the order of `spec.names`."""
         whole = self.tensor.detach()
         parts = whole.split(list(self.spec.outs), axis=-1 if self.spec.transposed else 0)
-        return [_copied(part.t() if self.spec.transposed else part) for part in parts]
+        return [copied(part.t() if self.spec.transposed else part) for part in parts]
 
     def overwrite(self, pieces: Sequence[paddle.Tensor | np.ndarray]) -> None:
         """Set the values in place from the checkpoint's tensors."""
@@ -114,9 +114,9 @@ class Parameter:
             for piece in pieces
         ]
         fused = paddle.concat([tensor.detach().astype(self.tensor.dtype) for tensor in tensors])
-        self.tensor.set_value(_copied(fused.t()) if self.spec.transposed else fused)
+        self.tensor.set_value(copied(fused.t()) if self.spec.transposed else fused)
 
 
-def _copied(tensor: paddle.Tensor) -> paddle.Tensor:
+def copied(tensor: paddle.Tensor) -> paddle.Tensor:
     """Contiguous memory of its own: transposes and splits may be views."""
     return paddle.assign(tensor.contiguous())

@@ -1,8 +1,8 @@
 """Runs of tokens that go through the decoder together, and how attention batches them.
 
 Segments of similar length form a group, attended in one batched product: all single tokens (decoding) are one group,
-longer runs are grouped by the power of two above their length, so that padding stays below half. Padding queries repeat
-a segment's last token and their results are dropped.
+longer runs are grouped so that the longest of a group is at most about 1.4 times the shortest. Padding queries repeat a
+segment's last token and their results are dropped.
 
 Dims: S segments, T tokens, N segments of a group, L queries of each, W keys of each.
 """
@@ -18,6 +18,9 @@ from keptset.schemas.errors import InvalidInput
 
 # Scores a group may hold, over all heads: few enough to stay near the processor's cache, enough to amortise a call.
 _MOST_SCORES = 1 << 21
+
+# Runs of up to this many tokens are one group: there, another call costs more than padding.
+_SHORT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +103,8 @@ def layout_of(segments: Sequence[Segment], num_tokens: int, max_positions: int) 
 
 def groups_of(layout: Layout, num_heads: int) -> list[Group]:
     """All segments, grouped; within a group in ascending order of slots."""
-    buckets_S = np.ceil(np.log2(layout.lengths_S)).astype(np.int64)
+    longer_S = np.ceil(2 * np.log2(np.maximum(layout.lengths_S, _SHORT)))
+    buckets_S = np.where(layout.lengths_S == 1, 0, longer_S)
     order_S = np.lexsort((layout.slots_S, buckets_S))
     cuts = np.flatnonzero(np.diff(buckets_S[order_S])) + 1
     return [group for bucket in np.split(order_S, cuts) for group in _within_budget(layout, bucket, num_heads)]
