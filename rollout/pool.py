@@ -154,12 +154,12 @@ class RolloutPool:
             yield request
 
     def _hand_out(self, queue: deque[Request]) -> None:
-        """Give every actor that has room a turn, the least loaded first."""
+        """Give every actor its fair share of what is unanswered, as far as it has room, and a turn to work on it."""
+        unanswered = len(queue) + sum(len(member.owed) for member in self._members)
+        share = min(-(-unanswered // len(self._members)), TURNS_QUEUED * self.config.slots)
         for member in sorted(self._members, key=lambda member: len(member.owed)):
             while len(member.turns) < TURNS_QUEUED:
-                room = TURNS_QUEUED * self.config.slots - len(member.owed)
-                share = -(-len(queue) // len(self._members))
-                given = [queue.popleft() for _ in range(max(0, min(room, share, len(queue))))]
+                given = [queue.popleft() for _ in range(min(share - len(member.owed), len(queue)))]
                 if not given and (not member.owed or member.turns):
                     break
                 member.owed |= {request.rollout_id or "": request for request in given}
