@@ -23,7 +23,7 @@ from keptset.scripts.ratio_table import HISTOGRAM_EDGES, OUTSIDE
 _COLOURS = {"#010101": "var(--ink)", "#020202": "var(--muted)", "#030303": "var(--rule)", "#040404": "var(--band)"}
 _INK, _MUTED, _RULE, _BAND = _COLOURS
 _BARS = "#050505"
-_RATIO_TICKS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
+_RATIO_TICKS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 _FONT_PT = 8.5
 _FEWEST_SHOWN = 0.4
 """Lower end of the share axis in tokens: below one, so that a bin with a single token has a height."""
@@ -44,7 +44,7 @@ class HistogramAxes:
     def around(cls, histograms: Sequence[Sequence[int]]) -> HistogramAxes:
         """Axes on which every bin with a token shows, and a single token has a height.
 
-        >>> HistogramAxes.around([[0] * 121 + [4] + [0] * 19]).lowest_share
+        >>> HistogramAxes.around([[0] * 161 + [4] + [0] * 19]).lowest_share
         0.1
         """
         counts = np.asarray(histograms, np.int64).reshape(-1, len(HISTOGRAM_EDGES) - 1)

@@ -34,9 +34,9 @@ whose signed mean is far below this; a second source of bias is not."""
 OUTSIDE = (LOWER, UPPER)
 """Ratios outside this are counted: what a trainer that clips or masks would start to notice."""
 
-HISTOGRAM_EDGES: tuple[float, ...] = tuple((2 * k + 1) / 200 for k in range(-121, 21))
-"""Bin edges of log-ratio histograms, -1.205 to 0.205 in steps of 0.01: a ratio of 1 falls in the middle of a bin, so
-that rounding does not split it over two. The first and last bin also count everything beyond."""
+HISTOGRAM_EDGES: tuple[float, ...] = tuple((2 * k + 1) / 200 for k in range(-161, 21))
+"""Bin edges of log-ratio histograms, -1.605 to 0.205 in steps of 0.01 (ratios 0.2 to 1.23): a ratio of 1 falls in the
+middle of a bin, so that rounding does not split it over two. The first and last bin also count everything beyond."""
 
 
 @dataclass(frozen=True, kw_only=True)
