@@ -123,7 +123,7 @@ def _settle(
     return Plan(
         model=model,
         prompts=prompts or PROMPTS,
-        folder=out / started.strftime("%Y-%m-%dT%H-%M-%S"),
+        folder=out.absolute() / started.strftime("%Y-%m-%dT%H-%M-%S"),
         actors=count,
         gpus_per_actor=gpus_per_actor,
         threads_per_actor=max(1, usable_cores() // count),

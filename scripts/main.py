@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -82,6 +83,8 @@ def command_line() -> Any:
 
 def main() -> None:
     """Run the command; the process ends with its exit code."""
+    # Paddle says so at every import; nothing here is compiled.
+    warnings.filterwarnings("ignore", message="No ccache found", category=UserWarning)
     try:
         command_line()(prog_name="keptset")
     except KeptsetError as error:
