@@ -270,6 +270,23 @@ def test_a_wide_vocabulary_costs_no_accuracy(framework: str, vocab_size: int) ->
     np.testing.assert_allclose(host(scores.logprobs_T), expected, rtol=0, atol=4e-6)
 
 
+@pytest.mark.parametrize("kept", [512, 5_000, 49_151])
+def test_a_wide_kept_set_costs_no_accuracy(framework: str, kept: int) -> None:
+    logits = np.random.default_rng(0).normal(0, 3, (2, 49_152)).astype(np.float32)
+    scores = score_from_logits(
+        TENSORS[framework](logits),
+        [0, 400],
+        [0, kept, 2 * kept],
+        np.tile(np.arange(kept), 2),
+        np.ones(2),
+        entropy=True,
+    )
+    for t, token in enumerate([0, 400]):
+        logp = logits[t, :kept].astype(np.float64) - reference.logsumexp(logits[t, :kept])
+        assert host(scores.logprobs_T)[t] == pytest.approx(logp[token], abs=4e-6)
+        assert host(scores.entropy_T)[t] == pytest.approx(-np.sum(np.exp(logp) * logp), abs=4e-6)
+
+
 def base(**changes: Any) -> dict[str, Any]:
     case = {
         "logits_RV": np.zeros((2, 6)),

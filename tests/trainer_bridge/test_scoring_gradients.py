@@ -224,6 +224,15 @@ def test_a_token_that_takes_no_part_cannot_poison_the_gradient(case: dict[str, A
     assert (logits.grad.numpy()[[3, 5]] == 0.0).all()
 
 
+def test_small_gradients_are_scaled_and_never_dropped(case: dict[str, Any], rng: Any) -> None:
+    logits = leaf(rng, "float32")
+    score_from_logits(logits, **case).logprobs_T.sum().backward()
+    ordinary = logits.grad.numpy().copy()
+    logits.clear_gradient()
+    (score_from_logits(logits, **case).logprobs_T.sum() * 2.0**-60).backward()
+    np.testing.assert_array_equal(logits.grad.numpy(), ordinary * np.float32(2.0**-60))
+
+
 @pytest.mark.gpu
 def test_mixed_precision_around_the_call_narrows_nothing(case: dict[str, Any], rng: Any) -> None:
     logits = leaf(rng, "float32")

@@ -50,7 +50,7 @@ def full_softmax(hand: Hand, plan: Plan, rows_T: Ints, vocab_size: int, *, entro
         tops.append(top_R1)
         log_sums.append(log_sum_R1)
         if entropy:
-            weighted_RV = hand.where(exp_RV == 0, 0.0, exp_RV / sum_R1 * s_RV)  # 0 * -inf counts as 0
+            weighted_RV = hand.where(hand.is_zero(exp_RV), 0.0, exp_RV / sum_R1 * s_RV)  # 0 * -inf counts as 0
             entropies.append((log_sum_R1 - hand.row_sum(weighted_RV)).reshape([-1]))
     return FullSoftmax(
         logprobs_F=hand.concatenate(logprobs),
@@ -81,7 +81,7 @@ def full_gradient(
         if slope is not None:
             at_Q, slope_Q = slope
             d_RV = hand.put(d_RV, at_Q, hand.take(d_RV.reshape([-1]), at_Q) * slope_Q)
-        d_RV = hand.where(scaled_R1 == 0, 0.0, d_RV)  # 0 * nan counts as 0
+        d_RV = hand.where(hand.is_zero(scaled_R1), 0.0, d_RV)  # 0 * nan counts as 0
         gradient_RV = hand.put_rows(gradient_RV, rows_T[plan.full_F[block]], d_RV)
     return gradient_RV
 

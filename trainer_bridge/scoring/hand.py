@@ -70,6 +70,9 @@ class Hand(Protocol):
 
     def log(self, values: Tensor) -> Tensor: ...
 
+    def is_zero(self, values: Tensor) -> Tensor:
+        """Where a value is exactly 0, of either sign; NaN is not."""
+
     def where(self, condition: Tensor, left: Tensor | float, right: Tensor) -> Tensor: ...
 
     def concatenate(self, parts: list[Tensor]) -> Tensor: ...

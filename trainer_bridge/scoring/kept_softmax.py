@@ -64,7 +64,7 @@ def kept_softmax(hand: Hand, plan: Plan, rows_T: Ints, vocab_size: int, *, entro
     probabilities_M = exp_M / hand.take(sum_A, segment_M)
     entropy_A = None
     if entropy:
-        weighted_M = hand.where(exp_M == 0, 0.0, probabilities_M * s_M)  # 0 * -inf counts as 0
+        weighted_M = hand.where(hand.is_zero(exp_M), 0.0, probabilities_M * s_M)  # 0 * -inf counts as 0
         entropy_A = log_sum_A - hand.segment_sum(weighted_M, plan.starts_A1, segment_M)
     return KeptSoftmax(
         logprobs_A=hand.take(s_M, member_A) - log_sum_A,
@@ -87,5 +87,5 @@ def kept_gradient(hand: Hand, done: KeptSoftmax, gradient_A: Tensor, gradient_RV
     if done.slope_M is not None:
         d_M = d_M * done.slope_M
     # A token that takes no part has gradient 0, even where its own probabilities are no numbers: 0 * nan counts as 0.
-    d_M = hand.where(scaled_M == 0, 0.0, d_M)
+    d_M = hand.where(hand.is_zero(scaled_M), 0.0, d_M)
     return hand.put(gradient_RV, hand.ints(np.asarray(done.flat_M)), d_M)

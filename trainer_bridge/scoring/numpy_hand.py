@@ -73,6 +73,10 @@ class NumpyHand:
     def log(self, values: Array) -> Array:
         return np.log(values)
 
+    def is_zero(self, values: Array) -> NDArray[np.bool_]:
+        zero: NDArray[np.bool_] = values == 0
+        return zero
+
     def where(self, condition: Tensor, left: Array | float, right: Array) -> Array:
         return np.where(condition, left, right)
 
