@@ -32,6 +32,9 @@ CODE_PATH = "MKL_DEBUG_CPU_TYPE"
 _AVX2, _AVX512 = "5", "7"
 _AVX512_FLAGS = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
 
+# A container's share of the processor: microseconds of quota and of the period it is for, or "max".
+_CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")
+
 # Parameters of glibc's mallopt, and the size below which freed memory stays with the process.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEEP_BYTES = 1 << 30
@@ -93,7 +96,7 @@ def usable_cores() -> int:
     """Cores this process may run on, within its container's share."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = _CPU_SHARE.read_text().split()
         return max(1, min(cores, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):  # no such file, or "max": no limit
         return cores

@@ -161,6 +161,8 @@ class Decoder:
 
     def _checked_ids(self, token_ids_T: Sequence[int] | np.ndarray) -> np.ndarray:
         ids_T = np.asarray(token_ids_T)
+        if ids_T.size == 0:
+            raise InvalidInput("no token ids; forward needs at least one")
         if ids_T.ndim != 1 or ids_T.dtype.kind not in "iu":
             raise InvalidInput(
                 f"token ids are {ids_T.dtype} of shape {list(ids_T.shape)}; one row of integers is expected"

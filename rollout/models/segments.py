@@ -86,7 +86,7 @@ def layout_of(segments: Sequence[Segment], num_tokens: int, max_positions: int) 
     lengths do not add up to `num_tokens`.
     """
     if not segments:
-        raise InvalidInput("no segments; forward needs at least one token")
+        raise InvalidInput("no segments; forward needs at least one")
     table_S3 = np.array([(s.slot, s.start, s.length) for s in segments], dtype=np.int64)
     slots_S, starts_S, lengths_S = table_S3.T
     wrong = (lengths_S < 1) | (starts_S < 0) | (starts_S + lengths_S > max_positions)
