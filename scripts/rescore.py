@@ -86,16 +86,18 @@ def rescore_through_cache(decoder: Decoder, batch: RolloutBatch) -> Rescored:
 
 
 def _scored(decoder: Decoder, packed: PackedBatch, hidden_PH: paddle.Tensor, full_share: float) -> Rescored:
-    def logits_of(positions: npt.NDArray[np.int64]) -> paddle.Tensor:
+    def logits_of(positions: npt.NDArray[np.int64]) -> paddle.Tensor | npt.NDArray[np.float32]:
         index = paddle.to_tensor(positions, dtype="int64", place=hidden_PH.place)
-        return decoder.logits(paddle.index_select(hidden_PH, index))
+        logits = decoder.logits(paddle.index_select(hidden_PH, index))
+        # On the host NumPy scores faster, and in float64.
+        return logits.numpy() if logits.place.is_cpu_place() else logits
 
     with paddle.no_grad():
         scores: Scores = score_aligned(packed, logits_of, full_share=full_share)
     full = np.full(packed.tokens.num_tokens, np.nan)
     if scores.full_logprobs_T is not None:
-        full = scores.full_logprobs_T.numpy().astype(np.float64)
-    return Rescored(tokens=packed.tokens, kept_T=scores.logprobs_T.numpy().astype(np.float64), full_T=full)
+        full = np.asarray(scores.full_logprobs_T, np.float64)
+    return Rescored(tokens=packed.tokens, kept_T=np.asarray(scores.logprobs_T, np.float64), full_T=full)
 
 
 def _parts(batch: RolloutBatch, positions: int) -> Iterator[RolloutBatch]:
