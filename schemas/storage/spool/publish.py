@@ -12,7 +12,8 @@ import pyarrow as pa
 from keptset.schemas.storage.spool.guard import GuardedSink
 from keptset.schemas.storage.spool.stream import HEADER_CRC, StoredBatch
 
-_OPTIONS = pa.ipc.IpcWriteOptions(compression="zstd")
+# On the calling thread: batches of a few MiB gain nothing from Arrow's pool, and a rollout's cores have other work.
+_OPTIONS = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
 _BUFFER = 2**20
 
 

@@ -20,6 +20,8 @@ Position = dict[str, tuple[int, int]]
 """For each writer the file and the batch in it that come next: what is before them was read."""
 
 _SECOND_LOOK_SECONDS = 0.05
+# On the calling thread: a buffer at a time is what Arrow's pool would be given, and a trainer's cores have other work.
+_OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class SpoolReader:
             source = pa.memory_map(str(path))
         except FileNotFoundError:  # removed since it was listed
             return
-        with source, pa.ipc.open_file(source) as reader:
+        with source, pa.ipc.open_file(source, options=_OPTIONS) as reader:
             require_version(reader.schema, path)
             for number in range(self._next_batch(place), reader.num_record_batches):
                 arrow, metadata = reader.get_batch_with_custom_metadata(number)

@@ -137,10 +137,8 @@ class SpoolWriter:
             return
         self._closed = True
         try:
-            if self._publish() is None and self._file is not None:
-                self.path.unlink(missing_ok=True)
-        except OSError as error:
-            raise StorageError(f"cannot remove empty {self.path}: {error.strerror or error}") from error
+            if self._publish() is None:
+                self._drop()
         finally:
             self._release()
 
@@ -179,8 +177,10 @@ class SpoolWriter:
                 sync_folder(self.folder)
         except FileExistsError as error:
             raise self._name_in_use(self._place) from error
-        except OSError as error:
-            self._release()
+        except (OSError, StorageError) as error:
+            self._drop()
+            if isinstance(error, StorageError):
+                raise
             raise StorageError(f"cannot make {self.path}: {error.strerror or error}") from error
 
     def _name_in_use(self, place: SpoolFile) -> StorageError:
@@ -251,6 +251,13 @@ class SpoolWriter:
             yield stored
         if count != self._batches:
             raise StorageError(f"{count} of its {self._batches} batches are whole, so something else changed the file")
+
+    def _drop(self) -> None:
+        """Let go of an open file in which nothing was acknowledged."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+        self._release()
 
     def _release(self) -> None:
         if self._file is not None:
