@@ -165,6 +165,9 @@ def _progress() -> Iterator[Any]:
     """A line that says how far it is, on a terminal; nothing in a pipe."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task("reading", total=None)
         yield lambda text: bars.update(task, description=text)

@@ -210,6 +210,8 @@ def _integers(values: Sequence[Any], node: Node, rows: Sequence[Any] | None = No
     except TypeError:
         raise _first_unfit(values, node, rows, "a whole number", _is_whole) from None
     except OverflowError:
+        if not all(map(_is_whole, values)):
+            raise _first_unfit(values, node, rows, "a whole number", _is_whole) from None
         flat = _as_array("q", [min(max(int(value), -_BEYOND), _BEYOND) for value in values])
     # A boolean passes for 0 or 1: only where one of these is found the entries are looked at once more.
     if len(flat) and flat.min() < 2 and bool in set(map(type, values)):

@@ -7,7 +7,7 @@ processed ones or nothing was there to process (temperature 1, no penalty); else
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from keptset.schemas.adapters.arrays import FloatArray, KeptSets, column, floats, ids, kept_sets
 from keptset.schemas.adapters.base import (
@@ -71,8 +71,9 @@ class Fastdeploy(Adapter):
             if tree.error is None and _is_piece(tree.value):
                 yield from streams.add(tree)
                 continue
-            if tree.error is not None:
+            if tree.error is not None and streams.seen:
                 streams.break_all(f"a piece of the stream could not be read ({tree.place.text})")
+                tree = replace(tree, recognised=True)
             yield tree
         yield from streams.rest()
 
@@ -240,6 +241,8 @@ class _Streams:
 
     def __init__(self) -> None:
         self._streams: dict[str, _Stream] = {}
+        self.seen = False
+        """Whether there was a piece that fits."""
 
     def add(self, tree: Tree) -> Iterator[Tree]:
         """Take one piece; give the reply that it completes, and one that has waited too long for its usage."""
@@ -251,14 +254,15 @@ class _Streams:
         except SchemaError as error:
             if name in self._streams:
                 self._streams[name].error = f"a piece of the stream does not fit ({tree.place.text}): {error}"
-            else:
-                yield Tree(value=tree.value, place=tree.place, error=str(error))
+            yield replace(tree, error=str(error), recognised=self.seen)
 
     def _add(self, name: str, node: Node, place: Place) -> Iterator[Tree]:
+        pieces = node.require("choices", "a list").items()
         stream = self._streams.setdefault(name, _Stream(name=name, place=place))
-        for piece in node.require("choices", "a list").items():
+        for piece in pieces:
             index = piece.require("index", "the number of the choice").integer()
             stream.choices.setdefault(index, _Choice()).add(piece)
+            self.seen = True
         usage = node.get("usage")
         count = None if usage is None else usage.get("completion_tokens")
         if count is not None and stream.finished:

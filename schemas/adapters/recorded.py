@@ -122,7 +122,7 @@ def _parsed(text: bytes) -> object:
 def _msgpack(file: IO[bytes], path: Path) -> Iterator[Tree]:
     """The entries of the list that the file holds, one at a time."""
     try:
-        import msgpack  # type: ignore[import-untyped,unused-ignore]
+        import msgpack
     except ImportError as error:
         raise MissingDependency(
             f"{path} is msgpack, which needs the package msgpack: pip install 'keptset[prime-rl]'"

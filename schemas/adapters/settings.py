@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from keptset.schemas.adapters.tree import Node
 from keptset.schemas.columns import Identity, KvPolicy, LogprobDomain
 from keptset.schemas.errors import InvalidInput, SchemaError
-from keptset.schemas.sampling_params import KnownParams
+from keptset.schemas.sampling_params import FOREIGN_PROCESSORS, KnownParams
 
 OFF: Mapping[str, object] = {
     "top_k": 0,
@@ -22,7 +22,10 @@ OFF: Mapping[str, object] = {
 }
 """Every setting that can be switched off, switched off."""
 
-_RARE = ("seed", "stop", "min_tokens", "min_new_tokens", "stop_token_ids", "bad_words", "allowed_token_ids")
+_RARE = (
+    *("seed", "stop", "min_tokens", "min_new_tokens", "stop_token_ids", "bad_words", "allowed_token_ids"),
+    *FOREIGN_PROCESSORS,
+)
 _RARE_NAMES = {"min_tokens": "min_new_tokens", "seed": "engine_seed"}
 """An engine's seed is one number for a whole request: it is not the row seed that the column `seed` holds."""
 
@@ -143,7 +146,7 @@ def _extras(request: Node) -> str | None:
     rare = {}
     for name in _RARE:
         node = request.get(name)
-        if node is not None and (name == "seed" or node.value not in ([], (), 0, "")):
+        if node is not None and (name == "seed" or node.value not in ([], (), 0, "", FOREIGN_PROCESSORS.get(name))):
             rare[_RARE_NAMES.get(name, name)] = node.value
     try:
         return json.dumps(rare, sort_keys=True, separators=(",", ":"), default=_as_list) if rare else None

@@ -129,6 +129,22 @@ class Sglang(Adapter):
             sampler_extras=settings.extras,
         )
 
+    def raw(self, part: Part) -> object:
+        """A batch of this reply alone, with its own prompt and settings."""
+        outer, tree, node = part.record.raw, part.record.tree, part.node
+        reply = [node.value] if tree.is_list else node.value if tree.path == node.path else {"choices": [node.value]}
+        if not isinstance(outer, Mapping) or tree.path != "response":
+            return reply
+        request, prompt = outer.get("request"), _Place.of(part).prompt
+        if isinstance(request, Mapping):
+            several = {
+                name: value
+                for name in ("input_ids", "text", "sampling_params")
+                if isinstance(value := request.get(name), list) and _is_batch(Node(value)) and prompt < len(value)
+            }
+            request = {**request, **{name: value[prompt : prompt + 1] for name, value in several.items()}}
+        return {**outer, "request": request, "response": reply}
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
@@ -154,7 +170,7 @@ class _Place:
 
 
 def _is_batch(prompts: Node) -> bool:
-    return prompts.is_list and bool(prompts.rows()) and isinstance(prompts.rows()[0], (list, tuple, str))
+    return prompts.is_list and bool(prompts.rows()) and isinstance(prompts.rows()[0], (list, tuple, str, Mapping))
 
 
 def _own_settings(part: Part, place: _Place, stated: Stated) -> Settings:

@@ -110,6 +110,12 @@ class Slime(Adapter):
             sampler_extras=part.settings.extras,
         )
 
+    def raw(self, part: Part) -> object:
+        outer, dump = part.record.raw, part.record.tree
+        if dump.path != "dump" or not isinstance(outer, Mapping):
+            return super().raw(part)
+        return {**outer, "dump": {**dump.value, "samples": [part.node.value]}}
+
     def _names(self, part: Part, stated: Stated) -> Names:
         """Samples count through a rollout, and within it through their group; a lone sample has its place's name."""
         record, sample = part.record, part.node

@@ -95,7 +95,7 @@ class Transformers(Adapter):
         broken = np.flatnonzero(~steps.sound_TB[:length, number])
         if len(broken):
             raise SchemaError(
-                f"scores[{broken[0]}] of row {number} hold NaN or +inf, or nothing finite; expected scores"
+                f"scores[{broken[0]}] of row {number} hold NaN or +inf, or nothing finite; expected scores to draw from"
             )
         kept = steps.sets(number, length)
         m_T = None if steps.m_TB is None or not call.only_filters else steps.m_TB[:length, number]

@@ -67,6 +67,8 @@ def test_ids_beyond_64_bits_stay_out_of_range() -> None:
         ([1, "7"], r"x\[1\] is '7'; expected a whole number"),
         ([5, True], r"x\[1\] is True; expected a whole number"),
         ([5, None], r"x\[1\] is null; expected a whole number"),
+        ([2**64, None], r"x\[1\] is null; expected a whole number"),
+        ([2**70, 0.5], r"x\[1\] is 0.5; expected a whole number"),
         ([[5]], r"x\[0\] is a list of 1; expected a whole number"),
         ("123", "x is '123'; expected a list"),
         ({"1": 2}, "x is an object with 1; expected a list"),
