@@ -28,6 +28,10 @@ from keptset.schemas.errors import InvalidInput
 THREADS = "MKL_NUM_THREADS"
 CODE_PATH = "MKL_DEBUG_CPU_TYPE"
 
+# What `configure` chose, as "name=value ...": child processes inherit it too, and so tell it from what a user set.
+# Without it, each Ray worker that a driver starts would take the driver's threads for an order of the user's.
+CHOSEN = "KEPTSET_CPU_SETTINGS"
+
 # MKL's own numbers of its kernels. Intel processors choose well by themselves, and there the setting would do harm.
 _AVX2, _AVX512 = "5", "7"
 _AVX512_FLAGS = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
@@ -67,7 +71,7 @@ class CpuSettings:
 
 
 def configure(threads: int | None = None, environ: MutableMapping[str, str] = os.environ) -> CpuSettings:
-    """Choose threads, code path and memory policy for Paddle on CPU. Values that are set already win.
+    """Choose threads, code path and memory policy for Paddle on CPU. Values that a user has set win.
 
     `threads`: for this process; None is all cores it may use. Several processes on one machine should share its cores
     among them: two MKL processes of two threads each on two cores run many times slower than two of one.
@@ -81,9 +85,11 @@ def configure(threads: int | None = None, environ: MutableMapping[str, str] = os
     code_path = _code_path(_cpu_info())
     if code_path:
         wanted[CODE_PATH] = code_path
-    from_user = tuple(name for name in wanted if name in environ)
-    for name, value in wanted.items():
-        environ.setdefault(name, value)
+    chosen = environ.get(CHOSEN, "").split()
+    from_user = tuple(name for name in wanted if name in environ and f"{name}={environ[name]}" not in chosen)
+    ours = {name: value for name, value in wanted.items() if name not in from_user}
+    environ.update(ours)
+    environ[CHOSEN] = " ".join(f"{name}={value}" for name, value in ours.items())
     return CpuSettings(
         environment={name: environ[name] for name in wanted},
         from_user=from_user,

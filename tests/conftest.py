@@ -9,8 +9,8 @@ import pytest
 
 from keptset.rollout import cpu_threads
 
-# Before any test module imports Paddle. One thread: Ray's workers inherit it, and share the cores with this process.
-cpu_threads.configure(threads=1)
+# Before any test module imports Paddle.
+cpu_threads.configure()
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
