@@ -85,7 +85,7 @@ class AttentionPlan:
         mixed = []
         for batch in self._batches:
             queries = next(taken).reshape([batch.rows, kv_heads, -1, head_dim])
-            if batch.cached is None:
+            if self._cache is None or batch.cached is None:
                 keys, values = next(taken).reshape([2, batch.rows, kv_heads, -1, head_dim]).unbind(0)
                 scores = paddle.matmul(queries, keys, transpose_y=True)
             else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import paddle
@@ -75,7 +76,7 @@ class Decoder:
         return self._head_VH
 
     @property
-    def place(self) -> object:
+    def place(self) -> Any:
         """Where the weights lie."""
         return self._embedding_VH.place
 
@@ -115,7 +116,7 @@ class Decoder:
         if self._trainable or not self.place.is_cpu_place():
             return paddle.matmul(hidden_TH, self._head_VH, transpose_y=True).astype("float32")
         if self._head_HV is None:
-            self._head_HV = copied(self._head_VH.t())
+            self._head_HV = self._head_VH.detach().t().contiguous()
         return paddle.matmul(hidden_TH, self._head_HV).astype("float32")
 
     def parameters(self) -> list[paddle.Tensor]:
