@@ -12,6 +12,7 @@ Z = H + 2 * K heads of a token's projections, D head size.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import paddle
@@ -50,7 +51,7 @@ class _Batch:
 class AttentionPlan:
     """What attention does for one set of segments, the same in every layer: gather indices, masks, cache rows."""
 
-    def __init__(self, layout: Layout, heads: HeadShape, cache: KVCache | None, place: object) -> None:
+    def __init__(self, layout: Layout, heads: HeadShape, cache: KVCache | None, place: Any) -> None:
         """`cache` has room for every segment already."""
         self._heads, self._cache = heads, cache
         self._tokens = len(layout.positions_T)
@@ -146,7 +147,7 @@ def _heads_index(tokens: int, heads: HeadShape, side: int) -> np.ndarray:
     return np.add.outer(np.arange(tokens) * heads.per_token, first + np.arange(heads.num_kv_heads))
 
 
-def _mask(visible_NL: np.ndarray, width: int, heads: HeadShape, place: object) -> paddle.Tensor | None:
+def _mask(visible_NL: np.ndarray, width: int, heads: HeadShape, place: Any) -> paddle.Tensor | None:
     """0 where a key is visible, -inf where not, [N or 1, K or 1, G * L, W]; None where all is visible.
 
     Rows that all see the same share one mask. Otherwise it is laid out in full, once for all layers: on CPU, adding

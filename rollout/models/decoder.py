@@ -22,7 +22,7 @@ from keptset.rollout.models.block import Block, rms_norm
 from keptset.rollout.models.checkpoint import Checkpoint
 from keptset.rollout.models.config import DecoderConfig
 from keptset.rollout.models.kv_cache import KVCache
-from keptset.rollout.models.parameters import Parameter, ParameterSpec, copied, layer_specs, table_specs, weight_shapes
+from keptset.rollout.models.parameters import Parameter, ParameterSpec, layer_specs, table_specs, weight_shapes
 from keptset.rollout.models.rope import Rotation, inverse_frequencies
 from keptset.rollout.models.segments import Layout, Segment, layout_of
 from keptset.schemas.errors import InvalidInput

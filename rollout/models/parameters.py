@@ -103,9 +103,8 @@ class Parameter:
 
     def pieces(self) -> list[paddle.Tensor]:
         """Copies of the checkpoint's tensors, in the order of `spec.names`."""
-        whole = self.tensor.detach()
-        parts = whole.split(list(self.spec.outs), axis=-1 if self.spec.transposed else 0)
-        return [copied(part.t() if self.spec.transposed else part) for part in parts]
+        parts = self.tensor.detach().split(list(self.spec.outs), axis=-1 if self.spec.transposed else 0)
+        return [part.t().contiguous() if self.spec.transposed else part for part in parts]
 
     def overwrite(self, pieces: Sequence[paddle.Tensor | np.ndarray]) -> None:
         """Set the values in place from the checkpoint's tensors."""
@@ -114,9 +113,4 @@ class Parameter:
             for piece in pieces
         ]
         fused = paddle.concat([tensor.detach().astype(self.tensor.dtype) for tensor in tensors])
-        self.tensor.set_value(copied(fused.t()) if self.spec.transposed else fused)
-
-
-def copied(tensor: paddle.Tensor) -> paddle.Tensor:
-    """Contiguous memory of its own: transposes and splits may be views."""
-    return paddle.assign(tensor.contiguous())
+        self.tensor.set_value(fused.t().contiguous() if self.spec.transposed else fused)

@@ -10,6 +10,7 @@ Dims: T tokens, Z heads of a token's projections (queries, keys, values), D head
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import paddle
@@ -51,9 +52,7 @@ class Rotation:
     products and a sum over contiguous memory, and nothing is split or joined.
     """
 
-    def __init__(
-        self, positions_T: np.ndarray, freqs_F: np.ndarray, heads: HeadShape, dtype: object, place: object
-    ) -> None:
+    def __init__(self, positions_T: np.ndarray, freqs_F: np.ndarray, heads: HeadShape, dtype: str, place: Any) -> None:
         tokens, self._half = len(positions_T), heads.head_dim // 2
         cos_TD, sin_TD = rotation_rows(positions_T, freqs_F)
         scale = np.float32(heads.head_dim**-0.5)

@@ -1,5 +1,6 @@
 """config.json in every spelling that is supported; a refusal for everything else."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -151,12 +152,16 @@ def test_a_sliding_window_in_use_is_refused_and_an_unused_one_is_not() -> None:
 
 def test_the_digest_ignores_layout_and_sees_values(tmp_path: Path) -> None:
     digests = set()
-    for text in (json.dumps(LLAMA), json.dumps(LLAMA, indent=2, sort_keys=True)):
+    for text in (json.dumps(LLAMA), json.dumps(dict(reversed(LLAMA.items())), indent=2)):
         (tmp_path / "config.json").write_text(text)
         digests.add(DecoderConfig.from_folder(tmp_path).digest)
     assert len(digests) == 1
     (digest,) = digests
-    assert len(digest) == 64
+    canonical = (
+        b'{"architectures":["LlamaForCausalLM"],"hidden_size":48,"intermediate_size":96,"model_type":"llama",'
+        b'"num_attention_heads":6,"num_hidden_layers":2,"vocab_size":160}'
+    )
+    assert digest == hashlib.sha256(canonical).hexdigest()
     assert DecoderConfig.from_dict(LLAMA | {"vocab_size": 161}).digest != digest
 
 

@@ -307,6 +307,7 @@ def test_weights_are_the_checkpoints_and_a_copy(truth: Truth, request: pytest.Fi
     stored = load_file(TINY / request.node.callspec.params["truth"] / "model.safetensors")
     weights = truth.decoder.weights()
     assert set(weights) == set(stored)
+    assert all(values.is_contiguous() for values in weights.values())
     for name, values in stored.items():
         np.testing.assert_array_equal(weights[name].numpy(), values)
     weights["model.norm.weight"].fill_(7.0)
@@ -323,10 +324,12 @@ def test_loaded_weights_take_the_old_ones_place(as_arrays: bool) -> None:
     good = truth.decoder.weights()
     kept = truth.decoder.parameters()
     before = [id(parameter) for parameter in kept]
-    truth.decoder.logits(truth.decoder.forward([1], [Segment(slot=0, start=0, length=1)]))
+    hidden = truth.decoder.forward([1], [Segment(slot=0, start=0, length=1)])
+    logits = truth.decoder.logits(hidden).numpy()
+    truth.decoder.load_weights({name: values * 2 for name, values in good.items()})
+    np.testing.assert_array_equal(truth.decoder.logits(hidden).numpy(), logits * 2)
     truth.decoder.load_weights({name: values * 0 for name, values in good.items()})
     assert all(not parameter.numpy().any() for parameter in kept)
-    assert not truth.decoder.logits(truth.decoder.forward([1], [Segment(slot=0, start=0, length=1)])).numpy().any()
     truth.decoder.load_weights({name: values.numpy() if as_arrays else values for name, values in good.items()})
     assert [id(parameter) for parameter in truth.decoder.parameters()] == before
     truth.step(truth.decoder.new_cache(1, 64), [(0, 0, 0, 40)])
