@@ -8,6 +8,20 @@ from dataclasses import dataclass, field
 
 from keptset.schemas.errors import InvalidInput
 
+FOREIGN_PROCESSORS: Mapping[str, object] = {
+    "custom_logit_processor": None,
+    "dry_multiplier": 0.0,
+    "encoder_repetition_penalty": 1.0,
+    "exponential_decay_length_penalty": None,
+    "guidance_scale": 1.0,
+    "logits_processors": None,
+    "logits_processors_args": None,
+    "sequence_bias": None,
+    "watermarking_config": None,
+}
+"""Settings of other engines that change finite logits, each with the value that switches it off. keptset neither
+applies nor replays them: a record whose `sampler_extras` name one cannot be scored."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
