@@ -11,14 +11,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keptset.rollout import cpu_threads
 from keptset.rollout.config import EngineConfig
 from keptset.rollout.request import Request
-from keptset.rollout.tokenizer import tokenizer_digest
-from keptset.schemas.builder import BatchBuilder
+from keptset.rollout.tokenizer import Tokenizer, tokenizer_digest
 from keptset.schemas.errors import InvalidInput
 from keptset.schemas.rollout_batch import RolloutBatch
 
@@ -68,9 +68,15 @@ class RolloutWorker:
             load_decoder(self._folder),
             self._config,
             model_id=self._model_id or self._folder.name,
+            tokenizer=self._tokenizer(),
             tokenizer_digest=tokenizer_digest(self._folder),
             version=self._version,
         )
+
+    def _tokenizer(self) -> Tokenizer | None:
+        """For stop strings; a folder or an installation without one serves token ids all the same."""
+        readable = (self._folder / "tokenizer.json").is_file() and find_spec("tokenizers") is not None
+        return Tokenizer.from_folder(self._folder) if readable else None
 
     def load(self) -> int:
         """Load the checkpoint now; returns the process's id, for logs and for tests that kill it."""
@@ -89,17 +95,12 @@ class RolloutWorker:
                 self.engine.submit(request)
             except InvalidInput as error:
                 refused[request.rollout_id or request.prompt_id] = str(error)
-        builder = BatchBuilder(self.engine.identity)
-        finished: list[str] = []
-        while self.engine.unfinished and time.monotonic() - begin < seconds:
-            for response in self.engine.step():
-                builder.add(response)
-                finished.append(response.rollout_id)
+        batch = self.engine.advance(seconds)
         turn = Turn(
-            finished=tuple(finished),
+            finished=() if batch is None else tuple(batch.rollout_ids),
             refused=refused,
             unfinished=self.engine.unfinished,
             tokens_drawn=self.engine.tokens_drawn - drawn_before,
             seconds=time.monotonic() - begin,
         )
-        return turn, builder.build() if finished else None
+        return turn, batch

@@ -1,16 +1,17 @@
 """Continuous batching: requests join and leave between steps, prompts are prefilled in chunks beside decoding.
 
-One step is one forward pass over the next token of every decoding slot and the next chunk of waiting prompts, then one
-truncation and one draw for all rows that reached their last known token.
+One step is one forward pass over what every slot has pending, then rounds of one truncation and one draw for all slots
+together: one round where nothing is drafted, and one more for each further drafted token that a slot really drew.
 
-Legend: T tokens of the pass, B rows drawn from, V vocabulary.
+Legend: T tokens of the pass, D slots that draw, B rows of one round, V vocabulary.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +20,14 @@ import paddle
 from keptset import __version__
 from keptset.rollout.config import EngineConfig
 from keptset.rollout.logit_processors import PROCESSOR_ORDER, LogitProcessors
-from keptset.rollout.models import Decoder, Segment
+from keptset.rollout.models import Decoder
 from keptset.rollout.recorder import Recorder
 from keptset.rollout.request import Request
 from keptset.rollout.sampling import draw, uniforms
+from keptset.rollout.slots import Pass, Slot, live, plan_pass
+from keptset.rollout.stop_strings import StopStrings
+from keptset.rollout.tokenizer import Tokenizer
+from keptset.rollout.top_logprobs import top_logprobs
 from keptset.rollout.truncation import FILTER_ORDER, truncate
 from keptset.schemas.builder import BatchBuilder, Response
 from keptset.schemas.columns import Identity
@@ -30,26 +35,11 @@ from keptset.schemas.errors import InvalidInput
 from keptset.schemas.rollout_batch import RolloutBatch
 
 
-@dataclass
-class _Slot:
-    """A request under way. Its sequence is prompt + committed tokens; the first `cached` of them are in the cache."""
-
-    request: Request
-    limit: int
-    """Tokens of prompt + response at which it ends with reason `length`."""
-    cached: int = 0
-    last_token: int = -1
-
-    @property
-    def prompt_length(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-
 class RolloutEngine:
     """Generates responses with one decoder and records what each token was drawn from.
 
-    Submit requests, call `step` while `unfinished`, collect what it returns; or `generate` for the simple case.
-    Not thread-safe. The responses' row seeds decide their tokens, not the batch they run in.
+    Submit requests, call `step` (or `advance`) while `unfinished`, collect what it returns; or `generate` for the
+    simple case. Not thread-safe. The responses' row seeds decide their tokens, not the batch they run in.
     """
 
     def __init__(
@@ -58,13 +48,19 @@ class RolloutEngine:
         config: EngineConfig | None = None,
         *,
         model_id: str | None = None,
+        tokenizer: Tokenizer | None = None,
         tokenizer_digest: str | None = None,
         version: int = 0,
     ) -> None:
+        """`tokenizer` is needed for stop strings only."""
         self.config = config or EngineConfig()
         self.decoder = decoder
         self.version = version
         """Version of the weights, recorded with every token."""
+        self.tokens_drawn = 0
+        """Tokens committed since the engine was made."""
+        self.passes = 0
+        """Forward passes since the engine was made."""
         context = decoder.config.max_position_embeddings
         if self.config.max_length is not None and self.config.max_length > context:
             raise InvalidInput(f"max_length is {self.config.max_length}, the model's context is {context}")
@@ -73,7 +69,7 @@ class RolloutEngine:
             vocab_size=decoder.config.vocab_size,
             model_id=model_id,
             model_digest=decoder.config.digest,
-            tokenizer_digest=tokenizer_digest,
+            tokenizer_digest=tokenizer_digest or (tokenizer.digest if tokenizer else None),
             engine="keptset",
             engine_version=__version__,
             filter_order=FILTER_ORDER,
@@ -81,32 +77,33 @@ class RolloutEngine:
             logits_dtype="float32",
         )
         self._waiting: deque[Request] = deque()
-        self._slots: list[_Slot | None] = [None] * self.config.slots
+        self._slots: list[Slot | None] = [None] * self.config.slots
         self._seeds: set[int] = set()
+        self._ended: list[Response] = []
+        self._paused = False
         self._cache = decoder.new_cache(self.config.slots, self.max_length)
         self._processors = LogitProcessors(decoder.config.vocab_size)
+        self._stop_strings = StopStrings(tokenizer)
         self._recorder = Recorder(
             slots=self.config.slots,
             vocab_size=decoder.config.vocab_size,
             distribution_share=self.config.distribution_share,
         )
-        self.tokens_drawn = 0
-        """Tokens committed since the engine was made."""
 
     @property
     def unfinished(self) -> int:
         """Requests accepted and not yet returned."""
-        return len(self._waiting) + sum(slot is not None for slot in self._slots)
+        return len(self._waiting) + sum(slot is not None for slot in self._slots) + len(self._ended)
 
     def submit(self, request: Request) -> Request:
         """Accept a request; returns it with row seed and rollout id settled.
 
-        Errors: InvalidInput for a prompt that is empty, longer than the context or outside the vocabulary, a stop
-        token or bias outside the vocabulary, or a row seed already in flight.
+        Errors: InvalidInput for a prompt that is empty, longer than the context or outside the vocabulary, a setting
+        that names an id outside it, stop strings without a tokenizer, or a row seed already in flight.
         """
         request = request.resolved(self.config.base_seed)
-        vocab_size = self.decoder.config.vocab_size
-        request.check(vocab_size, self.max_length)
+        request.check(self.decoder.config.vocab_size, self.max_length)
+        self._stop_strings.check(request)
         seed = request.params.seed
         assert seed is not None
         if seed in self._seeds and not self.config.allow_shared_seed:
@@ -119,20 +116,30 @@ class RolloutEngine:
         return request
 
     def step(self) -> list[Response]:
-        """One forward pass. Returns the responses that ended with it."""
+        """One forward pass. Returns the responses that ended with it, or were aborted since the last."""
+        ended, self._ended = self._ended, []
+        if self._paused:
+            return ended
         self._admit()
-        segments, tokens = self._plan()
-        if not segments:
-            return []
+        self._share_prompts()
+        work = plan_pass(self._slots, self.config.prefill_tokens)
+        if work is None:
+            return ended
+        self.passes += 1
         with paddle.no_grad():
-            hidden_TH = self.decoder.forward(np.concatenate(tokens), segments, self._cache)
-            rows = self._rows_to_draw(segments)
-            if not rows:
-                return []
-            ends = np.cumsum([segment.length for segment in segments]) - 1
-            last = paddle.to_tensor(ends[[index for index, _ in rows]], dtype="int64", place=hidden_TH.place)
-            logits_BV = self.decoder.logits(paddle.index_select(hidden_TH, last))
-        return self._draw([slot for _, slot in rows], logits_BV)
+            hidden_TH = self.decoder.forward(work.token_ids_T, work.segments, self._cache)
+            return ended + self._draw(work, hidden_TH)
+
+    def advance(self, seconds: float) -> RolloutBatch | None:
+        """Steps until `seconds` have passed or nothing is left to do; what ended meanwhile, None where nothing did."""
+        builder, begin = BatchBuilder(self.identity), time.monotonic()
+        while self.unfinished and time.monotonic() - begin < seconds:
+            ended = self.step()
+            for response in ended:
+                builder.add(response)
+            if self._paused and not ended:
+                break
+        return builder.build() if len(builder) else None
 
     def generate(self, requests: Iterable[Request]) -> RolloutBatch:
         """Run these requests to their end and return them as one batch, in the order given."""
@@ -145,75 +152,161 @@ class RolloutEngine:
             builder.add(response)
         return builder.build()
 
+    def pause(self) -> None:
+        """Let steps do nothing; what is accepted stays."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Go on where `pause` stopped."""
+        self._paused = False
+
+    def abort(self, rollout_id: str) -> bool:
+        """End a request with reason `abort`; the next step returns it as far as it got. False: not in flight."""
+        for index, slot in live(self._slots):
+            if slot.request.rollout_id == rollout_id:
+                self._ended.append(self._finish(index, "abort"))
+                return True
+        for request in self._waiting:
+            if request.rollout_id == rollout_id:
+                self._waiting.remove(request)
+                self._ended.append(self._unstarted(request))
+                self._forget_seed(request)
+                return True
+        return False
+
+    def update_weights(
+        self,
+        version: int,
+        weights: Mapping[str, Any],
+        *,
+        running: Literal["continue", "requeue"] = "continue",
+        cache: Literal["keep", "recompute"] = "recompute",
+    ) -> None:
+        """Replace the weights between two steps; tokens drawn from now on carry `version`.
+
+        `running`: requests under way go on, or start again from their prompts. `cache`: for those that go on, keep the
+        old weights' keys and values (b then belongs to no single version) or compute them anew; `kv_policy` of their
+        responses says which. Errors: InvalidInput for weights that do not fit, before anything is changed.
+        """
+        self.decoder.load_weights(weights)
+        self.version = version
+        for index, slot in reversed(list(live(self._slots))):
+            if running == "requeue" or slot.known == slot.prompt_length:
+                self._processors.close(index)
+                self._recorder.discard(index)
+                self._slots[index] = None
+                self._waiting.appendleft(slot.request)
+                continue
+            self._recorder.note_kv_policy(index, "kept" if cache == "keep" else "recomputed")
+            if cache == "recompute":
+                slot.cached = 0
+
     def _admit(self) -> None:
         for index, slot in enumerate(self._slots):
             if slot is None and self._waiting:
                 request = self._waiting.popleft()
-                limit = min(len(request.prompt_token_ids) + request.params.max_new_tokens, self.max_length)
-                self._slots[index] = _Slot(request=request, limit=limit)
+                admitted = Slot.of(request, self.max_length)
+                admitted.source = self._same_prompt(admitted)
+                self._slots[index] = admitted
                 self._recorder.open(index, request)
                 self._processors.open(index, request.params, request.prompt_token_ids)
 
-    def _live(self) -> Iterator[tuple[int, _Slot]]:
-        return ((index, slot) for index, slot in enumerate(self._slots) if slot is not None)
+    def _same_prompt(self, new: Slot) -> int | None:
+        """A slot whose cache holds, or will hold, this prompt under the present weights."""
+        if new.prompt_length < 2:
+            return None
+        prompt = new.request.prompt_token_ids
+        for index, slot in live(self._slots):
+            old_cache = self._recorder.kv_policy(index) == "kept"
+            if slot.source is None and not old_cache and np.array_equal(slot.request.prompt_token_ids, prompt):
+                return index
+        return None
 
-    def _plan(self) -> tuple[list[Segment], list[npt.NDArray[np.int32]]]:
-        """Segments of the next pass: decoding rows first, then prompt chunks as far as the budget goes."""
-        segments, tokens, budget = [], [], self.config.prefill_tokens
-        for index, slot in self._live():
-            if slot.cached >= slot.prompt_length:
-                segments.append(Segment(slot=index, start=slot.cached, length=1))
-                tokens.append(np.array([slot.last_token], np.int32))
-        for index, slot in self._live():
-            length = min(slot.prompt_length - slot.cached, budget)
-            if length > 0:
-                segments.append(Segment(slot=index, start=slot.cached, length=length))
-                chunk = slot.request.prompt_token_ids[slot.cached : slot.cached + length]
-                tokens.append(np.asarray(chunk, np.int32))
-                budget -= length
-        return segments, tokens
+    def _share_prompts(self) -> None:
+        """Copy prompts that are computed now to the slots that wait for them, which compute only the last token."""
+        ready: dict[int, list[int]] = {}
+        for index, slot in live(self._slots):
+            if slot.source is None:
+                continue
+            source = self._slots[slot.source]
+            if source is None or not np.array_equal(source.request.prompt_token_ids, slot.request.prompt_token_ids):
+                slot.source = None
+            elif source.cached >= source.prompt_length:
+                ready.setdefault(slot.source, []).append(index)
+        for source_index, targets in ready.items():
+            self._cache.copy_slot(source_index, targets)
+            for target in targets:
+                slot = self._slots[target]
+                assert slot is not None
+                slot.cached, slot.source = slot.prompt_length - 1, None
 
-    def _rows_to_draw(self, segments: list[Segment]) -> list[tuple[int, int]]:
-        """Note what is cached now; (segment, slot) of those that stand at the end of what they know."""
-        rows = []
-        for number, segment in enumerate(segments):
-            slot = self._slots[segment.slot]
-            assert slot is not None
-            slot.cached += segment.length
-            if slot.cached >= slot.prompt_length:
-                rows.append((number, segment.slot))
-        return rows
+    def _draw(self, work: Pass, hidden_TH: paddle.Tensor) -> list[Response]:
+        """Draw along each slot's draft for as long as the draws agree with it."""
+        ended: list[Response] = []
+        drawing, row_D = work.slots_D, work.row_D
+        depth = 0
+        while drawing:
+            rows = paddle.to_tensor(row_D + depth, dtype="int64", place=hidden_TH.place)
+            logits_BV = self.decoder.logits(paddle.index_select(hidden_TH, rows))
+            drafts = [slot.draft for index in drawing if (slot := self._slots[index]) is not None]
+            ended += self._draw_round(drawing, logits_BV)
+            goes_on = []
+            for index, draft in zip(drawing, drafts, strict=True):
+                slot = self._slots[index]
+                agrees = slot is not None and depth < len(draft) and slot.sequence[slot.known - 1] == draft[depth]
+                if agrees and slot is not None:
+                    slot.cached += 1
+                goes_on.append(agrees)
+            row_D = row_D[np.array(goes_on, bool)]
+            drawing = [index for index, on in zip(drawing, goes_on, strict=True) if on]
+            depth += 1
+        return ended
 
-    def _draw(self, slots: list[int], logits_BV: paddle.Tensor) -> list[Response]:
-        running = [slot for index in slots if (slot := self._slots[index]) is not None]
+    def _draw_round(self, slots_B: list[int], logits_BV: paddle.Tensor) -> list[Response]:
+        """One token for each of these slots."""
+        running = [slot for index in slots_B if (slot := self._slots[index]) is not None]
         params = [slot.request.params for slot in running]
-        kept = truncate(self._processors.apply(slots, logits_BV), params)
+        logits_BV = self._processors.apply(slots_B, logits_BV)
+        kept = truncate(logits_BV, params)
         seeds = np.array([p.seed for p in params], np.int64)
-        positions = np.array([slot.cached for slot in running], np.int64)
+        positions = np.array([slot.known for slot in running], np.int64)
         token_ids, logprobs = draw(kept, uniforms(seeds, positions))
-        good = np.array([row not in kept.errors for row in range(len(slots))], bool)
-        slot_index = np.array(slots, np.int64)
-        self._recorder.commit(
-            slot_index[good], token_ids[good], logprobs[good], kept if good.all() else kept.take(good), self.version
-        )
-        self._processors.commit(slot_index[good], token_ids[good])
+        top = top_logprobs(logits_BV, kept, [p.top_logprobs for p in params])
+        good = np.array([row not in kept.errors for row in range(len(slots_B))], bool)
+        errors = kept.errors
+        if errors:
+            kept, top = kept.take(good), None if top is None else top.without_empty(good)
+        index_B: npt.NDArray[np.int64] = np.array(slots_B, np.int64)[good]
+        self._recorder.commit(index_B, token_ids[good], logprobs[good], kept, self.version, top)
+        self._processors.commit(index_B, token_ids[good])
         self.tokens_drawn += int(good.sum())
-        finished = []
-        for row, (index, slot, token) in enumerate(zip(slots, running, token_ids.tolist(), strict=True)):
-            slot.last_token = token
-            if row in kept.errors:
-                finished.append(self._finish(index, "error", kept.errors[row]))
-            elif token in slot.request.params.stop_token_ids:
-                finished.append(self._finish(index, "stop"))
-            elif slot.cached + 1 >= slot.limit:
-                finished.append(self._finish(index, "length"))
-        return finished
+        ended = []
+        for row, (index, slot, token) in enumerate(zip(slots_B, running, token_ids.tolist(), strict=True)):
+            if not good[row]:
+                ended.append(self._finish(index, "error", errors[row]))
+                continue
+            slot.append(token)
+            response_ids = slot.sequence[slot.prompt_length : slot.known]
+            if token in slot.request.params.stop_token_ids or self._stop_strings.complete(slot.request, response_ids):
+                ended.append(self._finish(index, "stop"))
+            elif slot.is_full:
+                ended.append(self._finish(index, "length"))
+        return ended
+
+    def _unstarted(self, request: Request) -> Response:
+        """The empty response of a request that is aborted before it had a slot."""
+        recorder = Recorder(slots=1, vocab_size=self.decoder.config.vocab_size, distribution_share=0.0)
+        recorder.open(0, request)
+        return recorder.close(0, "abort")
 
     def _finish(self, index: int, reason: str, error: str | None = None) -> Response:
         slot = self._slots[index]
         assert slot is not None
         self._slots[index] = None
         self._processors.close(index)
-        assert slot.request.params.seed is not None
-        self._seeds.discard(slot.request.params.seed)
+        self._forget_seed(slot.request)
         return self._recorder.close(index, reason, error)
+
+    def _forget_seed(self, request: Request) -> None:
+        assert request.params.seed is not None
+        self._seeds.discard(request.params.seed)

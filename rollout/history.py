@@ -30,6 +30,7 @@ class History:
         self._slot: dict[int, int] = {}
         self._drawn = np.zeros(0, np.int64)
         self._counts = np.zeros(0, np.int64)
+        self._recent = np.asarray(prompt_ids, np.int64).tolist()
         self.length = 0
         """Tokens of the response so far."""
 
@@ -48,9 +49,14 @@ class History:
         """How often the response holds each id of `drawn`. A view, valid until the next `append`."""
         return self._counts[: len(self._slot)]
 
+    def ends_with(self, ids: tuple[int, ...]) -> bool:
+        """Whether prompt + response end with these ids, in order."""
+        return not ids or tuple(self._recent[-len(ids) :]) == ids
+
     def append(self, token_id: int) -> None:
         """One more token of the response."""
         self.length += 1
+        self._recent.append(token_id)
         slot = self._slot.get(token_id)
         if slot is not None:
             self._counts[slot] += 1

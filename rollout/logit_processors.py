@@ -4,7 +4,8 @@
     z <- z - f * count                 for ids in the response          (frequency penalty f)
     z <- z - q                         for ids in the response          (presence penalty q)
     z <- z + bias                      for ids of the logit bias
-    z <- -inf                          for stop tokens, before min_new_tokens
+    z <- -inf                          for ids not allowed, ids that complete a banned word,
+                                       and stop tokens before min_new_tokens
 
 Each stage touches single logits, listed for all rows at once as flat (row, id) pairs; no [B, V] mask is made. Values
 are computed in float64 and stored in the logits' dtype after each stage.
@@ -15,7 +16,8 @@ Legend: B rows, V vocabulary, P (row, id) pairs of one stage.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,9 @@ from keptset.rollout.history import History
 from keptset.schemas.errors import InvalidInput
 from keptset.schemas.sampling_params import SamplingParams
 
-PROCESSOR_ORDER = "repetition_penalty,frequency_penalty,presence_penalty,logit_bias,min_new_tokens"
+PROCESSOR_ORDER = (
+    "repetition_penalty,frequency_penalty,presence_penalty,logit_bias,allowed_token_ids,banned_words,min_new_tokens"
+)
 """Order in which the processors act, as recorded with every batch."""
 
 Ids = npt.NDArray[np.int64]
@@ -51,8 +55,8 @@ def process(logits_BV: Any, histories: Sequence[History], params: Sequence[Sampl
             presence.add(row, history.drawn, settings.presence_penalty)
         if settings.logit_bias:
             bias.add(row, list(settings.logit_bias), np.array(list(settings.logit_bias.values()), np.float64))
-        if history.length < settings.min_new_tokens:
-            banned.add(row, list(set(settings.stop_token_ids)), -np.inf)
+        for ids in _bans(history, settings, int(logits_BV.shape[1])):
+            banned.add(row, ids, -np.inf)
     if not any((repetition, frequency, presence, bias, banned)):
         return logits_BV
     logits = _HostLogits(logits_BV) if isinstance(logits_BV, np.ndarray) else _PaddleLogits(logits_BV)
@@ -62,6 +66,23 @@ def process(logits_BV: Any, histories: Sequence[History], params: Sequence[Sampl
     logits.update(bias, operator.add)
     logits.update(banned, lambda _, minus_inf_P: minus_inf_P)
     return logits.result()
+
+
+def _bans(history: History, settings: SamplingParams, vocab_size: int) -> Iterator[npt.ArrayLike]:
+    """Ids that may not be drawn now."""
+    if settings.allowed_token_ids is not None:
+        yield _complement(settings.allowed_token_ids, vocab_size)
+    for word in settings.banned_words:
+        if history.ends_with(word[:-1]):
+            yield word[-1:]
+    if history.length < settings.min_new_tokens:
+        yield tuple(set(settings.stop_token_ids))
+
+
+@lru_cache(maxsize=64)
+def _complement(allowed: tuple[int, ...], vocab_size: int) -> Ids:
+    """Every id but these; kept, since a request asks for the same at each step."""
+    return np.setdiff1d(np.arange(vocab_size), np.array(allowed, np.int64))
 
 
 class LogitProcessors:
@@ -106,9 +127,15 @@ class LogitProcessors:
 
 
 def check_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Errors: InvalidInput where the logit bias or a stop token is outside [0, vocab_size)."""
-    _check_range("logit_bias", np.array(list(params.logit_bias), np.int64), vocab_size)
-    _check_range("stop_token_ids", np.array(params.stop_token_ids, np.int64), vocab_size)
+    """Errors: InvalidInput where a setting names an id outside [0, vocab_size)."""
+    named = {
+        "logit_bias": list(params.logit_bias),
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "banned_words": [token_id for word in params.banned_words for token_id in word],
+    }
+    for name, ids in named.items():
+        _check_range(name, np.array(ids, np.int64), vocab_size)
 
 
 def _check_range(name: str, ids: Ids, vocab_size: int) -> None:

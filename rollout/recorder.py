@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from keptset.rollout.kept_sets import KeptSets
 from keptset.rollout.request import Request
+from keptset.rollout.top_logprobs import TopLogprobs
 from keptset.schemas.builder import Response
 from keptset.schemas.ragged import offsets_of, span_index
 
@@ -29,28 +30,30 @@ _COLUMNS: dict[str, type[np.generic]] = {
     "is_full": np.bool_,
     "start": np.int64,
     "size": np.int64,
+    "top_start": np.int64,
+    "top_size": np.int64,
 }
 _FIRST_POSITIONS = 64
 _COMPACT_ABOVE = 1 << 20
 """Kept ids held before the store is checked for room that closed responses left behind."""
 
 
-class _KeptStore:
-    """Kept ids and their log-probabilities of many tokens, back to back."""
+class _Store:
+    """Listed ids and their log-probabilities of many tokens, back to back."""
 
     def __init__(self) -> None:
         self.used = 0
         self.ids = np.zeros(1024, np.int32)
         self.logprobs = np.zeros(1024, np.float32)
 
-    def append(self, kept: KeptSets) -> int:
-        """Add a step's sets; returns where they begin."""
-        begin, count = self.used, len(kept.ids_N)
+    def append(self, ids_N: npt.NDArray[np.int32], logprobs_N: npt.NDArray[np.float64]) -> int:
+        """Add a step's lists; returns where they begin."""
+        begin, count = self.used, len(ids_N)
         if begin + count > len(self.ids):
             more = max(len(self.ids), begin + count - len(self.ids))
             self.ids, self.logprobs = np.pad(self.ids, (0, more)), np.pad(self.logprobs, (0, more))
-        self.ids[begin : begin + count] = kept.ids_N
-        self.logprobs[begin : begin + count] = kept.logprobs_N
+        self.ids[begin : begin + count] = ids_N
+        self.logprobs[begin : begin + count] = logprobs_N
         self.used = begin + count
         return begin
 
@@ -72,7 +75,7 @@ class Recorder:
         self._kv_policy: dict[int, str] = {}
         self._length_S = np.zeros(slots, np.int64)
         self._table = {name: np.zeros((slots, _FIRST_POSITIONS), dtype) for name, dtype in _COLUMNS.items()}
-        self._store = _KeptStore()
+        self._kept, self._top = _Store(), _Store()
 
     @property
     def open_slots(self) -> list[int]:
@@ -93,10 +96,12 @@ class Recorder:
         logprobs_M: npt.NDArray[np.float64],
         kept: KeptSets,
         version: int,
+        top: TopLogprobs | None = None,
     ) -> None:
         """Record M drawn tokens, row i of `kept` being the set token i was drawn from.
 
-        A slot may occur several times; its tokens are then taken in order.
+        A slot may occur several times; its tokens are then taken in order. `top` lists the most probable ids of the
+        same rows.
         """
         at_M = self._length_S[slots_M] + _rank_among_equals(slots_M)
         self._reserve(int(at_M.max(initial=-1)) + 1)
@@ -108,9 +113,12 @@ class Recorder:
             "kept_logprob_var": kept.logprob_var_B,
             "policy_versions": version,
             "is_full": kept.is_full_B,
-            "start": self._store.append(kept) + kept.offsets_B1[:-1],
+            "start": self._kept.append(kept.ids_N, kept.logprobs_N) + kept.offsets_B1[:-1],
             "size": np.diff(kept.offsets_B1),
         }
+        if top is not None:
+            values["top_start"] = self._top.append(top.ids_N, top.logprobs_N) + top.offsets_B1[:-1]
+        values["top_size"] = 0 if top is None else np.diff(top.offsets_B1)
         for name, value in values.items():
             self._table[name][slots_M, at_M] = value
         np.add.at(self._length_S, slots_M, 1)
@@ -128,12 +136,22 @@ class Recorder:
         """Weights changed while this response was under way; what became of its cache."""
         self._kv_policy[slot] = policy
 
+    def kv_policy(self, slot: int) -> str:
+        """What is noted of this response's cache."""
+        return self._kv_policy[slot]
+
+    def discard(self, slot: int) -> None:
+        """Forget this slot's response; the slot is free again."""
+        del self._requests[slot], self._kv_policy[slot]
+        self._forget()
+
     def close(self, slot: int, finish_reason: str, error: str | None = None) -> Response:
         """The response of this slot as far as it got; the slot is free again."""
         request = self._requests.pop(slot)
         length = int(self._length_S[slot])
         row: dict[str, Any] = {name: column[slot, :length].copy() for name, column in self._table.items()}
         starts, sizes, is_full = row.pop("start"), row.pop("size"), row.pop("is_full")
+        top = self._top_columns(row.pop("top_start"), row.pop("top_size"), request)
         if length and is_full.all():
             support, sets = "full", {}
         else:
@@ -154,6 +172,7 @@ class Recorder:
             extra=request.extra,
             **row,
             **sets,
+            **top,
         )
 
     def _kept_columns(
@@ -165,7 +184,7 @@ class Recorder:
     ) -> dict[str, Any]:
         """Kept sets of one response; a token that kept the whole vocabulary among others that did not gets every id."""
         index = span_index(starts, sizes)
-        ids, logprobs = self._store.ids[index], self._store.logprobs[index]
+        ids, logprobs = self._kept.ids[index], self._kept.logprobs[index]
         offsets = offsets_of(sizes)
         if is_full.any():
             everything = np.arange(self._vocab_size, dtype=np.int32)
@@ -178,6 +197,16 @@ class Recorder:
             columns["kept_logprobs"] = logprobs
         return columns
 
+    def _top_columns(
+        self, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], request: Request
+    ) -> dict[str, npt.NDArray[np.generic]]:
+        """The listed ids of a response that asked for them; nothing otherwise."""
+        if not request.params.top_logprobs:
+            return {}
+        index = span_index(starts, sizes)
+        ids, logprobs = self._top.ids[index], self._top.logprobs[index]
+        return {"top_offsets": offsets_of(sizes), "top_ids": ids, "top_logprobs": logprobs}
+
     def _wants_distribution(self, request: Request) -> bool:
         digest = hashlib.blake2b((request.rollout_id or "").encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") < self._share * 2**64
@@ -189,18 +218,21 @@ class Recorder:
             self._table = {name: np.pad(column, ((0, 0), (0, more))) for name, column in self._table.items()}
 
     def _forget(self) -> None:
-        """Drop the sets of closed responses once they are most of the store."""
-        if self._store.used < _COMPACT_ABOVE:
-            return
+        """Drop the lists of closed responses once they are most of a store."""
+        for store, start, size in ((self._kept, "start", "size"), (self._top, "top_start", "top_size")):
+            if store.used >= _COMPACT_ABOVE:
+                self._compact(store, start, size)
+
+    def _compact(self, store: _Store, start: str, size: str) -> None:
         slots = np.array(self.open_slots, np.int64)
-        live_SP = np.arange(self._table["size"].shape[1]) < self._length_S[slots, None]
-        starts, sizes = self._table["start"][slots][live_SP], self._table["size"][slots][live_SP]
-        if 2 * sizes.sum() > self._store.used:
+        live_SP = np.arange(self._table[size].shape[1]) < self._length_S[slots, None]
+        starts, sizes = self._table[start][slots][live_SP], self._table[size][slots][live_SP]
+        if 2 * sizes.sum() > store.used:
             return
-        self._store.keep_only(span_index(starts, sizes))
-        moved = self._table["start"][slots]
+        store.keep_only(span_index(starts, sizes))
+        moved = self._table[start][slots]
         moved[live_SP] = offsets_of(sizes)[:-1]
-        self._table["start"][slots] = moved
+        self._table[start][slots] = moved
 
 
 def _rank_among_equals(values_M: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from keptset.schemas.columns import BY_NAME, COLUMNS, EXTRA_PREFIX, Identity, arrow_schema
+from keptset.schemas.columns import BY_NAME, COLUMNS, EXTRA_PREFIX, WORDS, Identity, arrow_schema, words
 from keptset.schemas.errors import InvalidInput, ViolationError
 from keptset.schemas.findings import Example, Finding, FindingKind, Severity
 from keptset.schemas.ragged import NestedRagged, Ragged, offsets_of
@@ -116,9 +116,15 @@ class BatchBuilder:
         """Take one response.
 
         Errors: ViolationError (kind `lengths`) where per-token columns differ in length; InvalidInput where a column
-        of the caller's own is not named x_... or values do not fit their column.
+        of the caller's own is not named x_..., or a word is none of those its column may hold. Values that do not fit
+        their column are found when the batch is built.
         """
         _check_lengths(response)
+        for name in WORDS:
+            word = getattr(response, name)
+            if word not in words(name) and not (word is None and not BY_NAME[name].required):
+                allowed = ", ".join(words(name))
+                raise InvalidInput(f"{response.rollout_id}: {name} is {word!r}; it must be one of {allowed}")
         strange = [name for name in response.extra if not name.startswith(EXTRA_PREFIX)]
         if strange:
             raise InvalidInput(
@@ -127,7 +133,10 @@ class BatchBuilder:
         self._responses.append(response)
 
     def build_batches(self) -> list[RolloutBatch]:
-        """Everything added, in order, cut at MAX_KEPT_IDS (one larger response stays whole). Empties the builder."""
+        """Everything added, in order, cut at MAX_KEPT_IDS (one larger response stays whole). Empties the builder.
+
+        Errors: InvalidInput where a value does not fit its column.
+        """
         parts: list[list[Response]] = [[]]
         held = 0
         for response in self._responses:
@@ -142,7 +151,10 @@ class BatchBuilder:
         return batches
 
     def build(self) -> RolloutBatch:
-        """Everything added as one batch. Empties the builder. Errors: InvalidInput where it must be cut."""
+        """Everything added as one batch. Empties the builder.
+
+        Errors: InvalidInput where it must be cut, or where a value does not fit its column.
+        """
         total = sum(0 if r.kept_ids is None else len(r.kept_ids) for r in self._responses)
         if total > MAX_KEPT_IDS and len(self._responses) > 1:
             raise InvalidInput(f"{total} kept ids are too many for one batch ({MAX_KEPT_IDS}); use build_batches")
@@ -151,16 +163,29 @@ class BatchBuilder:
         return batch
 
     def _build(self, responses: list[Response]) -> RolloutBatch:
-        try:
-            arrays = {column.name: _COLUMN_MAKERS[column.name](responses, column.name) for column in COLUMNS}
-            names = list(dict.fromkeys(name for response in responses for name in response.extra))
-            extra = {name: pa.array([response.extra.get(name) for response in responses]) for name in names}
-        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-            raise InvalidInput(f"a value does not fit its column: {error}") from error
-        schema = arrow_schema(self.identity, [pa.field(name, array.type) for name, array in extra.items()])
-        return RolloutBatch(
-            pa.RecordBatch.from_arrays([*arrays.values(), *extra.values()], schema=schema), self.identity
-        )
+        makers = dict(_COLUMN_MAKERS)
+        makers |= {name: _extra for response in responses for name in response.extra}
+        arrays = {name: _make(maker, responses, name) for name, maker in makers.items()}
+        extra = [pa.field(name, array.type) for name, array in arrays.items() if name not in BY_NAME]
+        schema = arrow_schema(self.identity, extra)
+        return RolloutBatch(pa.RecordBatch.from_arrays(list(arrays.values()), schema=schema), self.identity)
+
+
+Maker = Callable[[list[Response], str], pa.Array]
+_MISFITS = (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, TypeError)
+
+
+def _make(maker: Maker, responses: list[Response], name: str) -> pa.Array:
+    """One column. Errors: InvalidInput naming the column, and the response whose value does not fit."""
+    try:
+        return maker(responses, name)
+    except _MISFITS as error:
+        for response in responses:
+            try:
+                maker([response], name)
+            except _MISFITS as alone:
+                raise InvalidInput(f"{response.rollout_id}: a value does not fit column {name}: {alone}") from alone
+        raise InvalidInput(f"values of column {name} do not fit together: {error}") from error
 
 
 def _check_lengths(response: Response) -> None:
@@ -273,10 +298,17 @@ def canonical_extras(params: SamplingParams) -> str | None:
     '{"min_new_tokens":1,"stop_token_ids":[2]}'
     """
     rare: dict[str, object] = {}
-    if params.stop_token_ids:
-        rare["stop_token_ids"] = sorted(params.stop_token_ids)
-    if params.min_new_tokens:
-        rare["min_new_tokens"] = params.min_new_tokens
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        ids = getattr(params, name)
+        if ids:
+            rare[name] = sorted(ids)
+    if params.banned_words:
+        rare["banned_words"] = sorted(map(list, params.banned_words))
+    if params.stop_strings:
+        rare["stop_strings"] = sorted(params.stop_strings)
+    for name in ("min_new_tokens", "draft_tokens"):
+        if getattr(params, name):
+            rare[name] = getattr(params, name)
     return json.dumps(rare, sort_keys=True, separators=(",", ":")) if rare else None
 
 
@@ -287,7 +319,11 @@ def _prompts(responses: list[Response], name: str) -> pa.Array:
     return Ragged(offsets, values, None, np.array([value is not None for value in given], bool)).to_arrow(pa.int32())
 
 
-_MAKERS: dict[str, Callable[[list[Response], str], pa.Array]] = {
+def _extra(responses: list[Response], name: str) -> pa.Array:
+    return pa.array([response.extra.get(name) for response in responses])
+
+
+_MAKERS: dict[str, Maker] = {
     **dict.fromkeys(("token_ids", *_PER_TOKEN), _per_token),
     **dict.fromkeys(("kept_ids", "kept_logprobs", "top_ids", "top_logprobs"), _per_kept),
     **dict.fromkeys(_SETTINGS, _setting),

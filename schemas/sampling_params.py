@@ -59,6 +59,16 @@ class SamplingParams:
     """Stop tokens are banned before this many tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """Drawing one of these ends the response with reason `stop`; it is part of the response."""
+    stop_strings: tuple[str, ...] = ()
+    """Text of the response that ends it with reason `stop`; the token that completes it is the last."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """All other ids are banned; None: no such list."""
+    banned_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of ids whose last id is banned wherever the ones before it have just been read."""
+    top_logprobs: int = 0
+    """Record this many of the most probable ids with their log-probabilities over the kept set."""
+    draft_tokens: int = 0
+    """Tokens drafted for each pass by looking up the request's own text; 0: no speculation."""
     seed: int | None = None
     """Row seed in [0, 2**63), or None: derived from base seed, prompt_id and sample_index."""
 
@@ -102,6 +112,22 @@ class SamplingParams:
                 "be finite, of an id >= 0; to ban a token use a ban",
             )
         _check(all(i >= 0 for i in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "hold ids >= 0")
+        _check(all(self.stop_strings), "stop_strings", self.stop_strings, "hold no empty text")
+        allowed = self.allowed_token_ids
+        _check(
+            allowed is None or (len(allowed) > 0 and all(i >= 0 for i in allowed)),
+            "allowed_token_ids",
+            allowed,
+            "hold at least one id, all >= 0; None allows every id",
+        )
+        _check(
+            all(word and all(i >= 0 for i in word) for word in self.banned_words),
+            "banned_words",
+            self.banned_words,
+            "hold non-empty sequences of ids >= 0",
+        )
+        _check(self.top_logprobs >= 0, "top_logprobs", self.top_logprobs, "be >= 0, where 0 records none")
+        _check(self.draft_tokens >= 0, "draft_tokens", self.draft_tokens, "be >= 0, where 0 is no speculation")
         _check(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "lie in [0, 2**63)")
 
     @property

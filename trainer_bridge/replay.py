@@ -11,6 +11,7 @@ Legend: B responses, T sampled tokens, N kept ids over them, Q queries (token, i
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from keptset.schemas.errors import InvalidInput, ScoringRefused
 from keptset.schemas.ragged import Ragged, offsets_of, row_index
 from keptset.schemas.rollout_batch import RolloutBatch
+from keptset.schemas.sampling_params import FOREIGN_PROCESSORS
 from keptset.trainer_bridge.sampled_tokens import Bools, Ints, SampledTokens
 
 Floats = NDArray[np.float64]
@@ -26,6 +28,8 @@ MAX_KEY = 2**63 - 1
 """Largest key (response, id, position) that an int64 holds."""
 REPLAYED_ORDER = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
 """The one order that is replayed; `processor_order` of the identity must name these in it."""
+BANS = ("allowed_token_ids", "bad_words", "banned_words", "grammar", "min_new_tokens")
+"""What else `processor_order` may name: these only take ids away, and the kept sets carry that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +78,8 @@ class Replayer:
         needed_B = np.zeros(batch.num_responses, bool)
         needed_B[tokens.row_T[tokens.temperature_T != 0]] = True
         settings.require(needed_B)
+        if needed_B.any():
+            _refuse_foreign(batch, needed_B)
         self._changes_B: Bools = settings.changes_B & needed_B
         self._history: _History | None = None
         if self._changes_B.any():
@@ -152,9 +158,37 @@ class _Settings:
         return changes_B
 
 
+def _ordered_names(recorded: str | None) -> list[str]:
+    return [name.strip() for name in (recorded or "").split(",") if name.strip()]
+
+
+def _refuse_foreign(batch: RolloutBatch, needed_B: Bools) -> None:
+    """ScoringRefused for a processor that is named in the record, and that nothing here knows."""
+    for name in _ordered_names(batch.identity.processor_order):
+        if name not in (*REPLAYED_ORDER, *BANS):
+            raise ScoringRefused(
+                f"processor_order names {name!r}, and what it does to the logits is not known: only "
+                f"{', '.join(REPLAYED_ORDER)} are replayed, and {', '.join(BANS)} need it not; sample without it"
+            )
+    extras = batch.column("sampler_extras").to_pylist()
+    named = {text: _foreign_settings(text) for text in set(extras)}
+    for row in np.flatnonzero(needed_B).tolist():
+        if named[extras[row]]:
+            raise ScoringRefused(
+                f"{batch.rollout_ids[row]} was sampled with {named[extras[row]]}, whose effect on the logits cannot "
+                f"be replayed; sample without it"
+            )
+
+
+def _foreign_settings(extras: str | None) -> str:
+    settings = json.loads(extras or "{}")
+    on = [f"{name} = {settings[name]!r}" for name, off in FOREIGN_PROCESSORS.items() if settings.get(name, off) != off]
+    return ", ".join(on)
+
+
 def _require_order(batch: RolloutBatch) -> None:
     recorded = batch.identity.processor_order
-    names = [] if recorded is None else [name.strip() for name in recorded.split(",")]
+    names = _ordered_names(recorded)
     if [name for name in names if name in REPLAYED_ORDER] != list(REPLAYED_ORDER):
         raise ScoringRefused(
             f"processor_order is {recorded!r}: penalties or biases were on, and they are replayed only in the order "

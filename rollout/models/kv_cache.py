@@ -9,6 +9,7 @@ Dims: T tokens, N slots of one read, S slots, K key-value heads, D head size, A 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -139,6 +140,18 @@ class KVCache:
         keys = keys.reshape([-1, self.kv_heads, self.head_dim, plan.width])
         values = values.reshape([-1, self.kv_heads, plan.width, self.head_dim])
         return (keys[plan.run], values[plan.run]) if plan.key_blocks is None else (keys, values)
+
+    def copy_slot(self, source: int, targets: Sequence[int]) -> None:
+        """Give `targets` what `source` holds: a prompt computed once serves a group."""
+        items, rows = (self.kv_heads * self.allocated * n for n in (self.head_dim, 1))
+        key_items = self._index(np.add.outer(np.asarray(targets) * items, np.arange(items)))
+        value_rows = self._index(np.add.outer(np.asarray(targets) * rows, np.arange(rows)))
+        for i in range(self.num_layers):
+            keys = self._keys[i][source * items : (source + 1) * items]
+            values = self._values[i][source * rows : (source + 1) * rows]
+            paddle.scatter_(self._keys[i], key_items, paddle.tile(keys, [len(targets)]))
+            paddle.scatter_(self._values[i], value_rows, paddle.tile(values, [len(targets), 1]))
+        self.lengths_S[np.asarray(targets)] = self.lengths_S[source]
 
     def _index(self, index: np.ndarray) -> paddle.Tensor:
         return paddle.to_tensor(index.reshape(-1), place=self.place)

@@ -107,6 +107,8 @@ def test_the_processors_act_in_the_recorded_order():
         "frequency_penalty",
         "presence_penalty",
         "logit_bias",
+        "allowed_token_ids",
+        "banned_words",
         "min_new_tokens",
     ]
     params = {"repetition_penalty": 2.0, "frequency_penalty": 1.0, "presence_penalty": 0.5, "logit_bias": {0: 8.0}}

@@ -74,7 +74,7 @@ def test_room_left_by_closed_responses_is_used_again_without_mixing_sets(monkeyp
     recorder, plain = replay([[0, 1, 2, 3]] * 80, compact_above=10, monkeypatch=monkeypatch)
     for slot in (0, 2, 3):
         assert_same(recorder.close(slot, "length"), plain[slot])
-    assert recorder._store.used == sum(len(ids) for _, ids, *_ in plain[1])
+    assert recorder._kept.used == sum(len(ids) for _, ids, *_ in plain[1])
     assert_same(recorder.close(1, "length"), plain[1])
 
 
