@@ -94,6 +94,11 @@ def _cast(name: str, array: pa.Array, target: pa.DataType) -> pa.Array:
         raise SchemaError(f"column {name} has type {array.type}; the schema says {target}")
     try:
         cast = _cast_values(array, target)
+    except pa.ArrowNotImplementedError as error:
+        raise SchemaError(
+            f"column {name} has type {array.type}, which pyarrow {pa.__version__} cannot cast to {target}; "
+            "cast it where it is made, or use a newer pyarrow"
+        ) from error
     except pa.ArrowInvalid:
         # Arrow casts the parent's values of a sliced list too: a dense copy tells whether a value of ours is at fault.
         array = _dense(array, 0, len(array))

@@ -22,6 +22,8 @@ MAX_ITEMS = 2**31 - 1
 
 COMPACT_ENOUGH = 1.1
 """Memory held per byte of the rows up to which `compact` has nothing to do."""
+COMPACT_SLACK = 4096
+"""Bytes beside that for padding, of which a hundred small buffers have a few each."""
 
 
 class RolloutBatch:
@@ -168,7 +170,7 @@ class RolloutBatch:
 
         Without a copy where there is next to nothing to drop.
         """
-        if self.arrow.get_total_buffer_size() <= COMPACT_ENOUGH * self.arrow.nbytes:
+        if self.arrow.get_total_buffer_size() <= COMPACT_ENOUGH * self.arrow.nbytes + COMPACT_SLACK:
             return self
         if not self.num_responses:  # Arrow would write the parent's tokens along
             return self.take(np.zeros(0, np.int64))

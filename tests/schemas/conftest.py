@@ -83,7 +83,7 @@ def changed() -> Callable[[RolloutBatch, Callable[[Rows], None]], RolloutBatch]:
     """`changed(batch, change)`: the batch after `change` had its way with the rows as Python objects."""
 
     def rebuild(batch: RolloutBatch, change: Callable[[Rows], None]) -> RolloutBatch:
-        rows = batch.arrow.to_pylist(maps_as_pydicts=None)
+        rows = batch.arrow.to_pylist()
         change(rows)
         return RolloutBatch.from_arrow(pa.RecordBatch.from_pylist(rows, schema=batch.arrow.schema))
 

@@ -25,9 +25,19 @@ MASS_TOLERANCE = 2e-6
 IDENTITY = Identity(vocab_size=V)
 Seen = Counter[tuple[K, int, int | None]]
 PER_TOKEN = [
-    "sampled", "trainable", "behavior_logprobs", "full_logprobs", "log_kept_mass", "kept_entropy", "kept_logprob_var",
-    "policy_versions", "kept_ids", "kept_logprobs", "top_ids", "top_logprobs",
-]  # fmt: skip
+    "sampled",
+    "trainable",
+    "behavior_logprobs",
+    "full_logprobs",
+    "log_kept_mass",
+    "kept_entropy",
+    "kept_logprob_var",
+    "policy_versions",
+    "kept_ids",
+    "kept_logprobs",
+    "top_ids",
+    "top_logprobs",
+]
 
 
 def messy_rows(random: np.random.Generator, count: int, badness: float) -> list[dict[str, Any]]:
@@ -288,8 +298,7 @@ def random_lists(random: np.random.Generator, lists: int, item: pa.DataType) -> 
     if pa.types.is_boolean(item):
         values = random.random(size) < 0.5
     else:
-        dtype = item.to_pandas_dtype()
-        values = np.frombuffer(random.bytes(size * np.dtype(dtype).itemsize), dtype)
+        values = np.frombuffer(random.bytes(size * 4), np.int32 if pa.types.is_integer(item) else np.float32)
     mask = random.random(size) < 0.2 if random.random() < 0.5 else None
     return wrap(random, offsets, pa.array(values, item, mask=mask))
 
