@@ -6,13 +6,15 @@ the first token of a response is predicted at the last position of its prompt.
     padded:  flat index of own position = row * L + padding on the left + prompt length + position in the response
     packed:  cu_seqlens[row]            +                                 prompt length + position in the response
 
+Either can be cut along the sequence for context parallelism: see `context_split`.
+
 Legend: B responses, L padded length, P packed length, T sampled tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,6 +24,22 @@ from keptset.schemas.findings import Example, Finding, FindingKind, Severity
 from keptset.schemas.ragged import offsets_of, row_index
 from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.trainer_bridge.sampled_tokens import Bools, Ints, SampledTokens, sampled_tokens
+
+
+class Aligned(Protocol):
+    """What scoring needs of a layout."""
+
+    @property
+    def num_positions(self) -> int:
+        """Rows of the logits that this layout expects."""
+
+    @property
+    def logit_index_T(self) -> Ints:
+        """The row of the logits that predicts each token."""
+
+    @property
+    def tokens(self) -> SampledTokens:
+        """The sampled tokens that are scored, in the order of logit_index_T."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +75,17 @@ class PaddedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """Prompt and response of each row, row after row on one axis [P]."""
+    """Prompt and response of each row, row after row on one axis [P].
+
+    A row that is padded is padded at its end, where causal attention lets nothing of it be seen."""
 
     input_ids_P: Ints
     position_ids_P: Ints
-    """Start again at 0 in each row."""
+    """Start again at 0 in each row; 0 on padding."""
     cu_seqlens_B1: NDArray[np.int32]
-    """Row r is [cu_seqlens[r], cu_seqlens[r + 1]); int32 as attention kernels take it."""
+    """Row r is [cu_seqlens[r], cu_seqlens[r + 1]), its padding included; int32 as attention kernels take it."""
     max_seqlen: int
+    """Of the longest row, its padding included."""
     response_mask_P: Bools
     loss_mask_P: Bools
     logit_index_T: Ints
@@ -121,20 +142,24 @@ def to_padded(
     )
 
 
-def to_packed(batch: RolloutBatch) -> PackedBatch:
-    """Lay a batch out on one axis, without padding.
+def to_packed(batch: RolloutBatch, *, row_multiple: int = 1, pad_token_id: int = 0) -> PackedBatch:
+    """Lay a batch out on one axis, each row padded at its end to a multiple of `row_multiple` (1: no padding).
 
-    Errors: ViolationError of kind `prompt` where the first token was sampled and no prompt precedes it.
+    Errors: ViolationError of kind `prompt` where the first token was sampled and no prompt precedes it; InvalidInput
+    where `row_multiple` is below 1.
     """
+    if row_multiple < 1:
+        raise InvalidInput(f"row_multiple is {row_multiple}; it must be >= 1, where 1 pads nothing")
     rows = _Rows(batch)
-    cu_seqlens_B1 = offsets_of(rows.length_B)
+    length_B = -(-rows.length_B // row_multiple) * row_multiple
+    cu_seqlens_B1 = offsets_of(length_B)
     where = rows.place(cu_seqlens_B1[:-1])
-    shape = (len(rows.ids_P),)
+    shape = (int(cu_seqlens_B1[-1]),)
     return PackedBatch(
-        input_ids_P=rows.ids_P,
-        position_ids_P=rows.position_P,
+        input_ids_P=_ids(shape, pad_token_id, rows.ids_P, where.all_P),
+        position_ids_P=_ids(shape, 0, rows.position_P, where.all_P),
         cu_seqlens_B1=cu_seqlens_B1.astype(np.int32),
-        max_seqlen=int(rows.length_B.max(initial=0)),
+        max_seqlen=int(length_B.max(initial=0)),
         response_mask_P=_mask(shape, where.response_A),
         loss_mask_P=_mask(shape, where.sampled_T[rows.tokens.trainable_T]),
         logit_index_T=where.sampled_T - 1,

@@ -10,7 +10,7 @@ Legend: B responses, T sampled tokens over all responses, N kept ids over them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -79,6 +79,25 @@ class SampledTokens:
         """|K| per token; V for `full` (0 where V is unknown), 0 where no set was recorded."""
         listed_T = np.diff(self.kept_offsets_T1)
         return np.where(self.full_T, self.vocab_size or 0, listed_T)
+
+    def take(self, index: Ints) -> SampledTokens:
+        """Some of the tokens, in this order."""
+        offsets_S1, index_N = gather_spans(self.kept_offsets_T1, index)
+        return replace(
+            self,
+            row_T=self.row_T[index],
+            position_T=self.position_T[index],
+            token_ids_T=self.token_ids_T[index],
+            behavior_logprobs_T=self.behavior_logprobs_T[index],
+            log_kept_mass_T=self.log_kept_mass_T[index],
+            trainable_T=self.trainable_T[index],
+            policy_versions_T=self.policy_versions_T[index],
+            temperature_T=self.temperature_T[index],
+            full_T=self.full_T[index],
+            absent_T=self.absent_T[index],
+            kept_offsets_T1=offsets_S1,
+            kept_ids_N=self.kept_ids_N[index_N],
+        )
 
     def locate(self, token: int) -> tuple[str, int | None]:
         """rollout_id and position of a token, for messages."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from keptset.schemas.builder import BatchBuilder, Response
@@ -166,3 +168,34 @@ VARIED = (
 def world(rng: np.random.Generator) -> World:
     """Twelve responses under varied settings, with forced tokens among the sampled ones."""
     return _simulate(rng, VARIED * 2)
+
+
+class Framework:
+    """Arrays of one framework, with their gradients."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._module = None if name == "numpy" else pytest.importorskip(name, reason=f"{name} is not installed")
+
+    def tensor(self, values: npt.ArrayLike, dtype: str = "float64") -> Any:
+        """A leaf that takes a gradient, where the framework has any."""
+        array = np.asarray(values, dtype)
+        if self.name == "paddle":
+            return self._module.to_tensor(array, stop_gradient=False)
+        return array if self._module is None else self._module.tensor(array, requires_grad=True)
+
+    def host(self, values: Any) -> np.ndarray:
+        return np.asarray(values) if self._module is None else values.detach().numpy()
+
+    def gradient(self, value: Any, leaf: Any) -> np.ndarray:
+        """d value / d leaf; skips where the framework has no gradients."""
+        if self._module is None:
+            pytest.skip("NumPy has no gradients")
+        value.backward()
+        return np.zeros(leaf.shape) if leaf.grad is None else leaf.grad.numpy()
+
+
+@pytest.fixture(params=["numpy", "paddle", "torch"])
+def framework(request: pytest.FixtureRequest) -> Framework:
+    """Each framework that is installed."""
+    return Framework(request.param)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from keptset.schemas.errors import InvalidInput
-from keptset.trainer_bridge.alignment import PackedBatch, PaddedBatch
+from keptset.trainer_bridge.alignment import Aligned
 from keptset.trainer_bridge.replay import Replayer
 from keptset.trainer_bridge.scoring.hand import Ints, Tensor
 from keptset.trainer_bridge.scoring.plan import plan_full_vocabulary, plan_scores, plan_share
@@ -22,7 +22,7 @@ DEFAULT_FULL_SHARE = 0.01
 
 
 def score_aligned(
-    aligned: PaddedBatch | PackedBatch,
+    aligned: Aligned,
     logits: Tensor | LogitsOf,
     *,
     on_violation: OnViolation = "raise",
@@ -32,9 +32,10 @@ def score_aligned(
 ) -> Scores:
     """Score every sampled token over its kept set.
 
-    `logits` are those of the layout, [B, L, V] or [B * L, V] (padded), [P, V] or [1, P, V] (packed), as the model gives
-    them: unshifted, before temperature and processors. Or a function from flat positions to their logits, called for
-    pieces of at most `max_elements`, so that logits of the whole batch never exist.
+    `logits` are those of the layout, [B, L, V] or [B * L, V] (padded), [P, V] or [1, P, V] (packed), of a context slice
+    those of its own positions, as the model gives them: unshifted, before temperature and processors. Or a function
+    from flat positions to their logits, called for pieces of at most `max_elements`, so that logits of the whole batch
+    never exist.
 
     Errors: those of `score_from_logits`, and of replay; ScoringRefused where behaviour log-probabilities are not over
     the kept sets.
@@ -63,7 +64,7 @@ def score_aligned(
 
 
 def score_aligned_full_vocabulary(
-    aligned: PaddedBatch | PackedBatch, logits: Tensor | LogitsOf, *, max_elements: int = MAX_ELEMENTS
+    aligned: Aligned, logits: Tensor | LogitsOf, *, entropy: bool = False, max_elements: int = MAX_ELEMENTS
 ) -> Scores:
     """Score every sampled token over the whole vocabulary: the uncorrected way, and the only one where no kept set was
     recorded. The result says `full`; its ratios carry the kept mass as a bias.
@@ -79,11 +80,11 @@ def score_aligned_full_vocabulary(
         patch=Replayer(tokens).full(np.arange(tokens.num_tokens)),
         locate=tokens.locate,
     )
-    scores = _run(aligned, logits, Job(plan=plan, share=None, entropy=False), vocab_size, max_elements)
+    scores = _run(aligned, logits, Job(plan=plan, share=None, entropy=entropy), vocab_size, max_elements)
     return replace(scores, over="full")
 
 
-def _vocab_size(aligned: PaddedBatch | PackedBatch, logits: Tensor) -> int:
+def _vocab_size(aligned: Aligned, logits: Tensor) -> int:
     """V of the logits, after their shape was held against the layout."""
     tokens = aligned.tokens
     if _function(logits) is not None:
@@ -103,7 +104,7 @@ def _vocab_size(aligned: PaddedBatch | PackedBatch, logits: Tensor) -> int:
     return shape[-1]
 
 
-def _run(aligned: PaddedBatch | PackedBatch, logits: Tensor, job: Job, vocab_size: int, max_elements: int) -> Scores:
+def _run(aligned: Aligned, logits: Tensor, job: Job, vocab_size: int, max_elements: int) -> Scores:
     logits_of = _function(logits)
     if logits_of is not None:
         return run_in_chunks(job, logits_of, aligned.logit_index_T, vocab_size=vocab_size, max_elements=max_elements)
