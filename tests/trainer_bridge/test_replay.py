@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keptset.schemas.adapters.settings import Stated, read_settings
+from keptset.schemas.adapters.tree import Node
 from keptset.schemas.errors import InvalidInput, ScoringRefused
 from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.schemas.sampling_params import SamplingParams
@@ -156,6 +158,40 @@ def test_an_order_that_names_bans_as_well_is_taken(simulate: Callable[..., Any],
     order = ", ".join([*REPLAYED_ORDER, "min_new_tokens"])
     world = simulate(rng, [SamplingParams(repetition_penalty=1.2, top_k=4)], processor_order=order)
     score_aligned(to_packed(world.batch), world.packed_logits())
+
+
+@pytest.mark.parametrize("params", [SamplingParams(top_k=4), SamplingParams(repetition_penalty=1.2, top_k=4)])
+def test_an_order_that_names_a_processor_nobody_knows_is_refused_by_its_name(
+    simulate: Callable[..., Any], rng: np.random.Generator, params: SamplingParams
+) -> None:
+    order = ",".join([*REPLAYED_ORDER, "watermark"])
+    world = simulate(rng, [params], processor_order=order)
+    with pytest.raises(ScoringRefused, match="processor_order names 'watermark'"):
+        score_aligned(to_packed(world.batch), world.packed_logits())
+    greedy = simulate(rng, [SamplingParams(temperature=0)], processor_order=order)
+    score_aligned(to_packed(greedy.batch), greedy.packed_logits())
+
+
+def with_extras(batch: RolloutBatch, extras: list[str | None]) -> RolloutBatch:
+    arrays = {name: batch.column(name) for name in batch.arrow.schema.names}
+    arrays["sampler_extras"] = pa.array(extras, pa.string())
+    return RolloutBatch.from_arrow(pa.RecordBatch.from_pydict(arrays, schema=batch.arrow.schema))
+
+
+def test_a_setting_of_another_engine_that_changes_logits_is_refused_by_name(
+    simulate: Callable[..., Any], rng: np.random.Generator
+) -> None:
+    world = simulate(rng, [SamplingParams(top_k=4), SamplingParams(top_k=4), SamplingParams(temperature=0)])
+    guided = '{"guidance_scale":1.5,"stop_token_ids":[3]}'
+    with pytest.raises(ScoringRefused, match="rollout-1 was sampled with guidance_scale = 1.5"):
+        score_aligned(to_packed(with_extras(world.batch, [None, guided, None])), world.packed_logits())
+    for harmless in ('{"stop_token_ids":[3]}', '{"guidance_scale":1.0}', '{"sequence_bias":null}'):
+        score_aligned(to_packed(with_extras(world.batch, [harmless, None, guided])), world.packed_logits())
+
+
+def test_adapters_keep_what_cannot_be_replayed_so_that_it_is_refused() -> None:
+    settings = read_settings(Node({"temperature": 1.0, "guidance_scale": 1.5, "dry_multiplier": 0}), Stated())
+    assert settings.extras == '{"guidance_scale":1.5}'
 
 
 def test_a_batch_whose_keys_would_overflow_is_refused(
