@@ -80,6 +80,13 @@ class LogRatios:
     """Tokens that may enter, by `ratio_over`."""
     violations: Violations
     """Why selected tokens are left out; unselected ones are never marked."""
+    num_responses: int | None = None
+    """B; None where bare arrays do not tell."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.row_T)
 
     @property
     def counted_T(self) -> Bools:
@@ -92,6 +99,25 @@ class LogRatios:
         lost = np.unique(self.row_T[self.violations.bad_T])
         return self.selected_T & ~np.isin(self.row_T, lost)
 
+    def counted_at(self, level: Level) -> Bools:
+        """Tokens that count at a level. InvalidInput for a level that does not exist."""
+        _check_level(level)
+        return self.counted_T if level == "token" else self.whole_T
+
+    def log_ratios_T(self, level: Level) -> NDArray[np.float64]:
+        """Log ratio of the level at each token that counts there (at sequence and geometric level that of its
+        response), as NumPy; NaN at the others."""
+        counted_T = self.counted_at(level)
+        d_T = np.where(counted_T, self.host_delta_T, np.nan)
+        if level == "token" or not counted_T.any():
+            return d_T
+        rows = self.row_T[counted_T]
+        sums_B = np.bincount(rows, self.host_delta_T[counted_T]).astype(np.float64)
+        if level == "geometric":
+            sums_B = sums_B / np.maximum(np.bincount(rows), 1)
+        d_T[counted_T] = sums_B[rows]
+        return d_T
+
     def excluded_responses(self) -> dict[str, int]:
         """Responses that lost a token, by kind."""
         counts = {}
@@ -103,10 +129,8 @@ class LogRatios:
 
     def at(self, level: Level) -> Ratios:
         """Log ratios of one level. InvalidInput for a level that does not exist."""
-        if level not in ("token", "sequence", "geometric"):
-            raise InvalidInput(f"level is {level!r}; it must be 'token', 'sequence' or 'geometric'")
+        counted = np.flatnonzero(self.counted_at(level))
         hand = hand_for(self.delta_T)
-        counted = np.flatnonzero(self.counted_T if level == "token" else self.whole_T)
         delta_C = hand.take(self.delta_T, hand.ints(counted))
         if level == "token":
             index_C, num_tokens_C = counted, np.ones(len(counted), np.int64)
@@ -127,6 +151,11 @@ class LogRatios:
         )
 
 
+def _check_level(level: str) -> None:
+    if level not in ("token", "sequence", "geometric"):
+        raise InvalidInput(f"level is {level!r}; it must be 'token', 'sequence' or 'geometric'")
+
+
 def _sum_rows(hand: Hand, values: Tensor, starts: Ints, counts: Ints) -> Tensor:
     if not len(starts):
         return values
@@ -144,6 +173,7 @@ def log_ratios(
     on_violation: OnViolation = "raise",
     violations: Violations | None = None,
     over: str = "kept",
+    num_responses: int | None = None,
     locate: Locate = locate_by_index,
 ) -> LogRatios:
     """d_t = l_t - b_t for sampled tokens given as bare arrays.
@@ -189,6 +219,7 @@ def log_ratios(
         row_T=rows,
         selected_T=selected_T,
         violations=found.mark(non_finite_T, NON_FINITE),
+        num_responses=num_responses,
     )
 
 
@@ -213,6 +244,7 @@ def log_ratios_of(
         on_violation=on_violation,
         violations=scores.violations,
         over=scores.over,
+        num_responses=tokens.batch.num_responses,
         locate=tokens.locate,
     )
 

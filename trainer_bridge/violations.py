@@ -61,6 +61,13 @@ class Violations:
         kinds = self.kinds if kind in self.kinds else (*self.kinds, kind)
         return Violations(kinds=kinds, code_T=np.where(new_T, kinds.index(kind), self.code_T).astype(np.int8))
 
+    def union(self, other: Violations) -> Violations:
+        """What either found; where both did, the kind found here."""
+        both = self
+        for code, kind in enumerate(other.kinds):
+            both = both.mark(other.code_T == code, kind)
+        return both
+
     def counts(self) -> dict[str, int]:
         """Number of tokens of each kind that occurs."""
         number = np.bincount(self.code_T[self.bad_T], minlength=len(self.kinds))
