@@ -44,6 +44,8 @@ class Plan:
     """What the command was asked to do, with every default settled."""
 
     model: Path
+    model_id: str
+    """The model's name for people."""
     prompts: Path
     folder: Path
     """Spool, report and results of this run."""
@@ -112,8 +114,9 @@ def _settle(
     bars: Progress,
 ) -> Plan:
     from keptset.rollout.pool import local_actors
-    from keptset.scripts.demo_model import PROMPTS, ensure_demo_model
+    from keptset.scripts.demo_model import MODEL_ID, PROMPTS, ensure_demo_model
 
+    model_id = MODEL_ID if model is None else model.resolve().name
     if model is None:
         with _bar(bars, "model", total=1.0) as task:
             model = ensure_demo_model(progress=lambda doing, done: bars.update(task, description=doing, completed=done))
@@ -122,6 +125,7 @@ def _settle(
     count = actors or local_actors(sum(file.stat().st_size for file in model.glob("*.safetensors")))
     return Plan(
         model=model,
+        model_id=model_id,
         prompts=prompts or PROMPTS,
         folder=out.absolute() / started.strftime("%Y-%m-%dT%H-%M-%S"),
         actors=count,
@@ -170,6 +174,7 @@ def _generate(plan: Plan, bars: Progress) -> Path:
             gpus_per_actor=plan.gpus_per_actor,
             threads_per_actor=plan.threads_per_actor,
             address=plan.address,
+            model_id=plan.model_id,
         )
     with pool, SpoolWriter(spool) as writer, _bar(bars, "sampling responses", total=len(requests)) as task:
         for batch in pool.run(requests):
@@ -202,7 +207,7 @@ def _facts(plan: Plan, results: list[SettingResult], started: datetime, seconds:
     packages = ("paddlepaddle", "paddlepaddle-gpu", "ray", "numpy", "pyarrow")
     installed = {d.metadata["Name"].lower(): d.version for d in metadata.distributions() if d.metadata["Name"]}
     return RunFacts(
-        model=plan.model.name,
+        model=plan.model_id,
         engine=f"keptset {keptset.__version__} on Ray",
         scorer="the same decoder, in one pass over prompt and response, where the engine went token by token",
         dtype="float32",

@@ -26,6 +26,8 @@ from keptset.scripts import gguf_checkpoint
 PROMPTS = Path(__file__).parent / "data" / "prompts.jsonl"
 """The demo's prompts: one JSON object a line, with `prompt_id` and `messages`."""
 
+MODEL_ID = "SmolLM2-135M-Instruct"
+
 Progress = Callable[[str, float], None]
 """Called with what is being done and how far it is, 0 to 1."""
 
