@@ -86,6 +86,8 @@ def test_a_drawn_token_that_is_not_trained_on_keeps_its_set(fields: list[Any]) -
     batch = from_prime_rl([fields], None, STATED).require()
     assert batch.column("trainable").to_pylist()[0] == [False, True, True, True]
     assert batch.column("sampled").to_pylist()[0] == [True] * 4
+    fields[1][6] = False  # the token of a set of one, with log-probability 0
+    assert from_prime_rl([fields], None, STATED).require().column("sampled").to_pylist()[0] == [True] * 4
 
 
 def test_a_count_of_0_is_a_set_that_was_not_recorded(fields: list[Any]) -> None:

@@ -41,6 +41,15 @@ def test_a_token_counts_as_injected_only_if_nothing_says_that_it_was_drawn(
         assert not result.require().sampled[1][2]
 
 
+def test_a_token_with_a_set_was_drawn_though_it_is_certain_and_not_trained_on(adapt: Adapt, example: Example) -> None:
+    tree = example("slime_good.json")
+    tree["dump"]["samples"][0]["loss_mask"][2] = 0
+    batch = adapt("slime", tree).require()
+    assert batch.column("sampled").to_pylist()[0] == [True] * 3
+    assert batch.column("trainable").to_pylist()[0] == [True, True, False]
+    assert batch.column("kept_ids").to_pylist()[0][2] == [2]
+
+
 def test_a_sampled_token_outside_its_ids_is_a_finding_and_never_added(adapt: Adapt, example: Example) -> None:
     tree = example("slime_good.json")
     tree["dump"]["samples"][0]["rollout_top_p_token_ids"][0] = 15

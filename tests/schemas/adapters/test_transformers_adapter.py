@@ -72,6 +72,12 @@ def test_the_kept_mass_is_unknown_under_settings_that_ban_or_change_logits(chang
     assert from_transformers(output(ROWS, PROMPTS), {**CONFIG, **off}, STATED).require().log_kept_mass is not None
 
 
+def test_nor_is_it_known_where_a_processor_shows_in_the_scores_of_any_token() -> None:
+    call = output(ROWS, PROMPTS)
+    call.scores[2][1] += 0.1
+    assert from_transformers(call, CONFIG, STATED).require().column("log_kept_mass").null_count == 1
+
+
 def test_without_raw_logits_the_kept_mass_is_unknown() -> None:
     assert from_transformers(output(ROWS, PROMPTS, logits=None), CONFIG, STATED).require().log_kept_mass is None
 
