@@ -26,6 +26,7 @@ EXAMPLES = 3
 MAX_REMEMBERED = 2_000_000
 """Rollout ids remembered to tell a repeated one, some 200 bytes each. Beyond that the oldest are forgotten, and a
 repeated id is left to the spool's readers."""
+_ROW_SIZE = 64
 _ID_COLUMNS = ("token_ids", "prompt_token_ids", "kept_ids")
 
 
@@ -110,7 +111,7 @@ class Collector:
         self._repeated: list[Finding] = []
         self._contents: dict[int, int] = {}
         self.held = 0
-        """Tokens and kept ids waiting to be flushed."""
+        """Tokens and kept ids waiting to be flushed, and something for each response, which may have none."""
 
     def take_tree(self, tree: Tree, *, first: bool, record: Record | None = None) -> None:
         """A tree, as the record that it is opened to. `first`: it decides whether its file, or the call, is the
@@ -143,7 +144,7 @@ class Collector:
             return
         self._builder.add(response)
         self._parts.append(part)
-        self.held += len(response.token_ids) + (0 if response.kept_ids is None else len(response.kept_ids))
+        self.held += _ROW_SIZE + len(response.token_ids) + (0 if response.kept_ids is None else len(response.kept_ids))
 
     def _is_repeated(self, response: Response) -> bool:
         """Whether the same response came before; it is taken once. Errors: ViolationError where another had its id."""
@@ -225,6 +226,9 @@ def _check_width(response: Response) -> None:
 def violations_by_row(batch: RolloutBatch) -> dict[int, tuple[Finding, ...]]:
     """For each row with an error what is wrong in it. Errors of rows are told apart by their rollout_id."""
     rows = {name: row for row, name in enumerate(batch.rollout_ids)}
+    if len(rows) < len(batch):  # an id so old that it was forgotten: each row by itself
+        alone = {row: violations_by_row(batch.slice(row, 1)) for row in range(len(batch))}
+        return {row: found[0] for row, found in alone.items() if found}
     places: dict[int, dict[FindingKind, list[Example]]] = {}
     for finding in validate(batch, examples=batch.num_tokens + len(batch)):
         if finding.severity is Severity.ERROR:

@@ -1,5 +1,6 @@
 """What becomes of responses: taken, told apart, or set aside whole with their reason."""
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,6 +50,10 @@ def test_ids_are_remembered_in_bounded_number(adapt: Adapt, example: Example, mo
     # Forgotten: it is taken again, and the batch's own check tells.
     assert {f.kind for f in result.findings} == {FindingKind.DUPLICATE}
     assert len(result.batch) == 10
+    spoiled = copy.deepcopy(trees[0])
+    spoiled["response"]["choices"][0]["sampling_mask"][1] = [4, 9, 15]
+    (rejected,) = adapt("vllm", spoiled, *trees).rejected
+    assert [f.kind.value for f in rejected.findings] == ["member"]
 
 
 def test_a_rejected_response_is_read_again_to_the_same_findings(adapt: Adapt, example: Example) -> None:
