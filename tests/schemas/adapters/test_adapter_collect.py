@@ -52,7 +52,7 @@ def test_ids_are_remembered_in_bounded_number(adapt: Adapt, example: Example, mo
     assert len(result.batch) == 10
     spoiled = copy.deepcopy(trees[0])
     spoiled["response"]["choices"][0]["sampling_mask"][1] = [4, 9, 15]
-    (rejected,) = adapt("vllm", spoiled, *trees).rejected
+    (rejected,) = adapt("vllm", spoiled, *trees[1:], trees[0]).rejected
     assert [f.kind.value for f in rejected.findings] == ["member"]
 
 

@@ -45,7 +45,7 @@ def test_one_tree_a_list_of_them_lines_and_their_gzip_are_read_alike(tmp_path: P
 def test_lines_become_batches_before_all_of_them_are_read(
     tmp_path: Path, example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorded, "BLOCK", 100)
+    monkeypatch.setattr(recorded, "BLOCK", 400)
     read = []
     spied = recorded._parsed
     monkeypatch.setattr(recorded, "_parsed", lambda text: read.append(1) or spied(text))
