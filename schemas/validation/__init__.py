@@ -11,14 +11,14 @@ import pyarrow as pa
 from keptset.schemas.errors import SchemaError, ViolationError
 from keptset.schemas.findings import Finding, Severity
 from keptset.schemas.rollout_batch import RolloutBatch
-from keptset.schemas.validation.collector import Collector
+from keptset.schemas.validation.collector import SEVERITIES, STRUCTURAL, Collector
 from keptset.schemas.validation.distributions import check_distributions
 from keptset.schemas.validation.kept_sets import check_kept_sets
 from keptset.schemas.validation.numbers import check_numbers
 from keptset.schemas.validation.responses import check_responses
 from keptset.schemas.validation.tokens_view import line_up
 
-__all__ = ["require_valid", "validate"]
+__all__ = ["SEVERITIES", "STRUCTURAL", "require_valid", "validate"]
 
 
 def validate(batch: RolloutBatch, *, examples: int = 3) -> list[Finding]:

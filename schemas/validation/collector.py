@@ -13,6 +13,25 @@ from keptset.schemas.findings import Example, Finding, FindingKind, Severity
 
 Indices = npt.NDArray[np.integer]
 
+STRUCTURAL = (
+    FindingKind.LENGTHS,
+    FindingKind.NULLS,
+    FindingKind.RANGE,
+    FindingKind.SORTED,
+    FindingKind.EMPTY_SET,
+    FindingKind.MEMBER,
+    FindingKind.LOGPROB,
+    FindingKind.MASS,
+    FindingKind.SET_SIZE,
+    FindingKind.VERSION_ORDER,
+    FindingKind.PROMPT,
+    FindingKind.CONFLICT,
+    FindingKind.DUPLICATE,
+    FindingKind.SEED_REUSED,
+    FindingKind.SUPPORT_ABSENT,
+    FindingKind.DISTRIBUTION,
+)
+"""The kinds that the recorded data alone can show; the others take a model."""
 SEVERITIES = {
     FindingKind.SET_SIZE: Severity.WARNING,
     FindingKind.DUPLICATE: Severity.WARNING,
