@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Mapping
 import warnings
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 import keptset
 from keptset.schemas.errors import (
@@ -24,6 +25,7 @@ from keptset.schemas.errors import (
     ScoringRefused,
     StorageError,
 )
+from keptset.scripts.bench import BENCHES, LINE
 
 COMMANDS = {
     "demo": (
@@ -76,9 +78,16 @@ def command_line() -> Any:
     )
     app.callback()(_options)
     group = typer.main.get_group(app)
-    for name, (module, line) in COMMANDS.items():
-        group.add_command(LazyCommand(name, module, line), name)
+    _add_lazily(group, COMMANDS)
+    benches = TyperGroup(name="bench", help=LINE, no_args_is_help=True)
+    _add_lazily(benches, BENCHES)
+    group.add_command(benches, "bench")
     return group
+
+
+def _add_lazily(group: TyperGroup, commands: Mapping[str, tuple[str, str]]) -> None:
+    for name, (module, line) in commands.items():
+        group.add_command(LazyCommand(name, module, line), name)
 
 
 def main() -> None:

@@ -1,0 +1,19 @@
+"""The benchmarks behind `keptset bench NAME`, each against its baseline in the same process.
+
+A benchmark is a module with a function `command`, as a subcommand is; its line in `BENCHES` is all that registers it.
+"""
+
+from __future__ import annotations
+
+BENCHES = {
+    "scoring": (
+        "keptset.scripts.bench_scoring",
+        "Scoring from hidden states, against the full vocabulary and against padded candidates.",
+    ),
+    "wire": (
+        "keptset.scripts.bench_wire",
+        "Bytes a token in memory, spool and archive, against other formats.",
+    ),
+}
+"""Benchmark -> (module, one line of help)."""
+LINE = "Measure keptset on this machine, each part against its baseline in the same run."
