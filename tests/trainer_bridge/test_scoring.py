@@ -369,7 +369,7 @@ def test_a_violation_in_a_batch_is_named_by_rollout_and_position(world: Any) -> 
         ({"logits_RV": np.zeros((3, 6))}, InvalidInput, "3 rows for 2 tokens"),
         ({"logits_RV": np.zeros((1, 2, 6))}, InvalidInput, "reshape them"),
         ({"logits_RV": np.zeros((2, 6), int)}, InvalidInput, "floating point"),
-        ({"logits_RV": [[0.0] * 6] * 2}, InvalidInput, "NumPy arrays and Paddle tensors"),
+        ({"logits_RV": [[0.0] * 6] * 2}, InvalidInput, "NumPy arrays, Paddle tensors and torch tensors"),
         ({"on_violation": "ignore"}, InvalidInput, "'raise' or 'exclude'"),
         ({"full_share": 1.5}, InvalidInput, "full_share is 1.5"),
     ],

@@ -10,6 +10,7 @@ import numpy as np
 from keptset.schemas.errors import InvalidInput
 from keptset.trainer_bridge.alignment import Aligned
 from keptset.trainer_bridge.replay import Replayer
+from keptset.trainer_bridge.sampled_tokens import SampledTokens
 from keptset.trainer_bridge.scoring.hand import Ints, Tensor
 from keptset.trainer_bridge.scoring.plan import plan_full_vocabulary, plan_scores, plan_share
 from keptset.trainer_bridge.scoring.run import MAX_ELEMENTS, Job, Scores, run, run_in_chunks
@@ -40,9 +41,30 @@ def score_aligned(
     Errors: those of `score_from_logits`, and of replay; ScoringRefused where behaviour log-probabilities are not over
     the kept sets.
     """
-    tokens = aligned.tokens
-    tokens.check_domain()
+    aligned.tokens.check_domain()
     vocab_size = _vocab_size(aligned, logits)
+    job = job_of(aligned.tokens, vocab_size, on_violation=on_violation, entropy=entropy, full_share=full_share)
+    return _run(aligned, logits, job, vocab_size, max_elements)
+
+
+def score_aligned_full_vocabulary(
+    aligned: Aligned, logits: Tensor | LogitsOf, *, entropy: bool = False, max_elements: int = MAX_ELEMENTS
+) -> Scores:
+    """Score every sampled token over the whole vocabulary: the uncorrected way, and the only one where no kept set was
+    recorded. The result says `full`; its ratios carry the kept mass as a bias.
+
+    Takes `logits` and raises as `score_aligned`, but needs no kept sets; refuses temperature 0.
+    """
+    vocab_size = _vocab_size(aligned, logits)
+    job = full_vocabulary_job_of(aligned.tokens, vocab_size, entropy=entropy)
+    return replace(_run(aligned, logits, job, vocab_size, max_elements), over="full")
+
+
+def job_of(
+    tokens: SampledTokens, vocab_size: int, *, on_violation: OnViolation, entropy: bool, full_share: float
+) -> Job:
+    """What is to be computed over the kept sets of a batch's tokens, replay included."""
+    _check_full_width(tokens, vocab_size)
     replayer = Replayer(tokens)
     plan = plan_scores(
         tokens.token_ids_T,
@@ -60,19 +82,12 @@ def score_aligned(
     share = plan_share(plan, tokens.token_ids_T, tokens.temperature_T, share=full_share)
     if share is not None:
         share = replace(share, patch=replayer.full(share.full_F))
-    return _run(aligned, logits, Job(plan=plan, share=share, entropy=entropy), vocab_size, max_elements)
+    return Job(plan=plan, share=share, entropy=entropy)
 
 
-def score_aligned_full_vocabulary(
-    aligned: Aligned, logits: Tensor | LogitsOf, *, entropy: bool = False, max_elements: int = MAX_ELEMENTS
-) -> Scores:
-    """Score every sampled token over the whole vocabulary: the uncorrected way, and the only one where no kept set was
-    recorded. The result says `full`; its ratios carry the kept mass as a bias.
-
-    Takes `logits` and raises as `score_aligned`, but needs no kept sets; refuses temperature 0.
-    """
-    tokens = aligned.tokens
-    vocab_size = _vocab_size(aligned, logits)
+def full_vocabulary_job_of(tokens: SampledTokens, vocab_size: int, *, entropy: bool) -> Job:
+    """What is to be computed over the vocabulary, replay included."""
+    _check_full_width(tokens, vocab_size)
     plan = plan_full_vocabulary(
         tokens.token_ids_T,
         tokens.temperature_T,
@@ -80,8 +95,14 @@ def score_aligned_full_vocabulary(
         patch=Replayer(tokens).full(np.arange(tokens.num_tokens)),
         locate=tokens.locate,
     )
-    scores = _run(aligned, logits, Job(plan=plan, share=None, entropy=entropy), vocab_size, max_elements)
-    return replace(scores, over="full")
+    return Job(plan=plan, share=None, entropy=entropy)
+
+
+def _check_full_width(tokens: SampledTokens, vocab_size: int) -> None:
+    if tokens.full_T.any() and tokens.vocab_size not in (None, vocab_size):
+        raise InvalidInput(
+            f"logits have {vocab_size} columns, but tokens were drawn from a whole vocabulary of {tokens.vocab_size}"
+        )
 
 
 def _vocab_size(aligned: Aligned, logits: Tensor) -> int:
@@ -96,10 +117,6 @@ def _vocab_size(aligned: Aligned, logits: Tensor) -> int:
         raise InvalidInput(
             f"logits have shape {shape}; this layout has {aligned.num_positions} positions: pass them as the "
             f"model gives them, not shifted and not cut"
-        )
-    if tokens.full_T.any() and tokens.vocab_size not in (None, shape[-1]):
-        raise InvalidInput(
-            f"logits have {shape[-1]} columns, but tokens were drawn from a whole vocabulary of {tokens.vocab_size}"
         )
     return shape[-1]
 

@@ -105,8 +105,12 @@ def hand_for(array: Tensor) -> Hand:
         from keptset.trainer_bridge.scoring.paddle_hand import PaddleHand
 
         hand = PaddleHand(array)
+    elif framework == "torch" or hasattr(array, "__torch_function__"):  # also subclasses, whatever their module
+        from keptset.trainer_bridge.scoring.torch_hand import TorchHand
+
+        hand = TorchHand(array)
     else:
-        raise InvalidInput(f"got a {type(array)}; scoring takes NumPy arrays and Paddle tensors")
+        raise InvalidInput(f"got a {type(array)}; scoring takes NumPy arrays, Paddle tensors and torch tensors")
     return hand
 
 

@@ -36,6 +36,9 @@ class Scores:
     """l over the whole vocabulary, without gradient; NaN where it was not measured, None unless asked for."""
     violations: Violations
     """Which tokens are excluded, and why."""
+    kept_logprobs_N: Tensor | None = None
+    """Log-probabilities of all kept ids, in the order of the record: each set's whole distribution, differentiable
+    where the framework is. 0 where one id was kept, NaN where the token is excluded; None unless asked for."""
 
     @property
     def log_kept_mass_T(self) -> Tensor | None:

@@ -1,0 +1,95 @@
+"""What scoring from hidden states needs of a framework beyond `Hand`. The hand is made for the hidden states.
+
+Legend: R positions, H hidden, X rows of a table (hidden states, a head, a gradient), C the few rows in work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from keptset.schemas.errors import InvalidInput
+from keptset.trainer_bridge.scoring.hand import Hand, Tensor, hand_for
+
+Backward = Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]
+"""Gradients of the results (None: none arrived) to gradients of the sources (None: none is due)."""
+
+
+class HeadHand(Hand, Protocol):
+    """Tables may be of any floating dtype; what is read is widened to the working dtype, a few rows at once."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """Working memory that stays in a core's cache, or on a device is worth its launches."""
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Working memory at most, where the caller sets no bound."""
+
+    @property
+    def item_bytes(self) -> int:
+        """Of a number in the working dtype."""
+
+    def rows_at(self, table_XH: Tensor, index_C: Tensor) -> Tensor:
+        """Rows of a table, a copy in the working dtype. Without gradient."""
+
+    def rows_from(self, table_XH: Tensor, begin: int, end: int) -> Tensor:
+        """Rows [begin, end), in the working dtype; may be a view. Without gradient."""
+
+    def dots(self, left_CH: Tensor, right_CH: Tensor) -> Tensor:
+        """Sum of products of each pair of rows, [C]. May overwrite `left_CH`."""
+
+    def product(
+        self, left: Tensor, right: Tensor, *, transpose_left: bool = False, transpose_right: bool = False
+    ) -> Tensor:
+        """Matrix product."""
+
+    def zeros(self, shape: list[int]) -> Tensor:
+        """In the working dtype, where the hidden states are."""
+
+    def add_rows(self, table_XH: Tensor, index_C: Tensor, scale_C: Tensor | None, rows_CH: Tensor) -> None:
+        """table[index] += scale * rows, in place; equal indices add up. May overwrite `rows_CH`."""
+
+    def add_slice(self, table_XH: Tensor, begin: int, rows_CH: Tensor) -> None:
+        """table[begin : begin + C] += rows, in place."""
+
+    def like(self, values: Tensor, source: Tensor) -> Tensor:
+        """`values` in the dtype of `source`."""
+
+    def all_reduce(self, values: Tensor, how: Literal["max", "sum"], group: Any) -> Tensor:
+        """Combined over the ranks of a group; may write in place."""
+
+    def records_gradients(self) -> bool:
+        """Whether a graph is being recorded."""
+
+    def wants_gradient(self, source: Tensor | None) -> bool:
+        """Whether a graph is being recorded, and the tensor asks for a gradient."""
+
+    def attach_all(
+        self, values: tuple[Tensor, ...], sources: tuple[Tensor | None, ...], backward: Backward
+    ) -> tuple[Tensor, ...]:
+        """`values` as functions of `sources`, of which at least one wants a gradient."""
+
+
+def head_hand_for(hidden_RH: Tensor) -> HeadHand:
+    """The hand for hidden states. InvalidInput where no framework speaks for them."""
+    framework = type(hidden_RH).__module__.split(".")[0]
+    hand: HeadHand
+    if isinstance(hidden_RH, np.ndarray):
+        from keptset.trainer_bridge.scoring.numpy_head_hand import NumpyHeadHand
+
+        hand = NumpyHeadHand(hidden_RH)
+    elif framework == "paddle":
+        from keptset.trainer_bridge.scoring.paddle_head_hand import PaddleHeadHand
+
+        hand = PaddleHeadHand(hidden_RH)
+    elif framework == "torch" or hasattr(hidden_RH, "__torch_function__"):
+        from keptset.trainer_bridge.scoring.torch_head_hand import TorchHeadHand
+
+        hand = TorchHeadHand(hidden_RH)
+    else:
+        hand_for(hidden_RH)  # raises the one message for all
+        raise InvalidInput(f"got a {type(hidden_RH)}")
+    return hand
