@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
 import warnings
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
