@@ -16,6 +16,86 @@ from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.schemas.sampling_params import SamplingParams
 from keptset.trainer_bridge import reference
 
+
+class Paddle:
+    """How a test makes and reads tensors of one framework."""
+
+    name = "paddle"
+
+    def __init__(self) -> None:
+        self.module = pytest.importorskip("paddle", reason="Paddle is not installed; `make test` has it")
+
+    def tensor(self, array: Any, dtype: str = "float32", *, gradient: bool = False) -> Any:
+        # Through float32, since Paddle 2.6 cuts float64 to bfloat16 instead of rounding it.
+        wide = np.asarray(array, np.float64 if dtype == "float64" else np.float32)
+        tensor = self.module.to_tensor(wide).astype(dtype)
+        tensor.stop_gradient = not gradient
+        return tensor
+
+    def host(self, tensor: Any) -> np.ndarray:
+        return tensor.detach().astype("float64").numpy()
+
+    def no_gradients(self) -> Any:
+        return self.module.no_grad()
+
+    def has_graph(self, tensor: Any) -> bool:
+        return not tensor.stop_gradient
+
+    def dtype(self, tensor: Any) -> str:
+        return str(tensor.dtype).split(".")[-1]
+
+
+class Torch:
+    """See `Paddle`."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self.module = pytest.importorskip("torch", reason="torch is not installed; `make test-torch` has it")
+
+    def tensor(self, array: Any, dtype: str = "float32", *, gradient: bool = False) -> Any:
+        return self.module.tensor(np.asarray(array), dtype=getattr(self.module, dtype)).requires_grad_(gradient)
+
+    def host(self, tensor: Any) -> np.ndarray:
+        return tensor.detach().double().numpy()
+
+    def no_gradients(self) -> Any:
+        return self.module.no_grad()
+
+    def has_graph(self, tensor: Any) -> bool:
+        return tensor.requires_grad
+
+    def dtype(self, tensor: Any) -> str:
+        return str(tensor.dtype).split(".")[-1]
+
+
+class NumPy:
+    """See `Paddle`; without gradients, and always wide."""
+
+    name = "numpy"
+
+    def tensor(self, array: Any, dtype: str = "float64", *, gradient: bool = False) -> Any:
+        return np.asarray(array, np.float64 if dtype == "bfloat16" else dtype)
+
+    def host(self, tensor: Any) -> np.ndarray:
+        return np.asarray(tensor, np.float64)
+
+
+FRAMEWORKS = {one.name: one for one in (NumPy, Paddle, Torch)}
+
+
+@pytest.fixture(params=list(FRAMEWORKS))
+def anywhere(request: pytest.FixtureRequest) -> Any:
+    """Each framework, NumPy among them."""
+    return FRAMEWORKS[request.param]()
+
+
+@pytest.fixture(params=["paddle", "torch"])
+def trainer(request: pytest.FixtureRequest) -> Any:
+    """Each framework that has gradients."""
+    return FRAMEWORKS[request.param]()
+
+
 PROCESSOR_ORDER = "repetition_penalty,frequency_penalty,presence_penalty,logit_bias"
 
 

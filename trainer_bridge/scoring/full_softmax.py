@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from keptset.schemas.ragged import gather_spans, row_index
-from keptset.trainer_bridge.scoring.hand import Hand, Ints, Tensor
+from keptset.trainer_bridge.scoring.hand import LOWEST, Hand, Ints, Tensor
 from keptset.trainer_bridge.scoring.kept_softmax import replayed
 from keptset.trainer_bridge.scoring.plan import Plan
 
@@ -50,7 +50,7 @@ def full_softmax(hand: Hand, plan: Plan, rows_T: Ints, vocab_size: int, *, entro
         tops.append(top_R1)
         log_sums.append(log_sum_R1)
         if entropy:
-            weighted_RV = hand.where(hand.is_zero(exp_RV), 0.0, exp_RV / sum_R1 * s_RV)  # 0 * -inf counts as 0
+            weighted_RV = hand.where(s_RV < LOWEST, 0.0, exp_RV / sum_R1 * s_RV)  # 0 * -inf counts as 0
             entropies.append((log_sum_R1 - hand.row_sum(weighted_RV)).reshape([-1]))
     return FullSoftmax(
         logprobs_F=hand.concatenate(logprobs),

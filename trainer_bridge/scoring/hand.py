@@ -18,6 +18,8 @@ from keptset.schemas.errors import InvalidInput
 Tensor = Any
 """An array of the framework that the hand speaks for."""
 Ints = NDArray[np.int64]
+LOWEST = float(np.finfo(np.float32).min)
+"""No finite float32 is less: `x < LOWEST` is how -inf is told, since Paddle's exp of it need not be 0."""
 
 
 class Hand(Protocol):

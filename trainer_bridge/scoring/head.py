@@ -12,6 +12,7 @@ from typing import Any
 
 from keptset.schemas.errors import InvalidInput
 from keptset.trainer_bridge.scoring.hand import Tensor
+from keptset.trainer_bridge.scoring.head_hand import head_hand_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,7 @@ class Head:
 
     def check(self, hidden_RH: Tensor) -> None:
         """InvalidInput where hidden states, weight, bias and shard do not fit each other."""
+        head_hand_for(hidden_RH)
         weight, hidden = [int(n) for n in self.weight_VH.shape], [int(n) for n in hidden_RH.shape]
         if len(weight) != 2:
             raise InvalidInput(f"the head's weight has shape {weight}; it must be [vocabulary, hidden]")

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keptset.schemas.ragged import row_index
-from keptset.trainer_bridge.scoring.hand import Ints, Tensor
+from keptset.trainer_bridge.scoring.hand import LOWEST, Ints, Tensor
 from keptset.trainer_bridge.scoring.head import Head
 from keptset.trainer_bridge.scoring.head_hand import HeadHand
 from keptset.trainer_bridge.scoring.kept_pairs import Pairs, pair_logits
@@ -66,7 +66,7 @@ class KeptMembers:
         top_P = hand.segment_max(z_L, self._starts_P1, segment_P)
         s_L = (z_L - hand.take(finite(top_P), segment_P)) / hand.take(self._temperature_A, self._segment_L)
         exp_L = hand.exp(s_L)
-        weighted_L = hand.where(hand.is_zero(exp_L), 0.0, exp_L * s_L)  # 0 * -inf counts as 0
+        weighted_L = hand.where(s_L < LOWEST, 0.0, exp_L * s_L)  # 0 * -inf counts as 0
         part = Partial(
             top_X=top_P,
             sum_X=hand.segment_sum(exp_L, self._starts_P1, segment_P),

@@ -15,7 +15,7 @@ import numpy as np
 
 from keptset.schemas.ragged import row_index
 from keptset.trainer_bridge.replay import Replay
-from keptset.trainer_bridge.scoring.hand import Hand, Ints, Tensor
+from keptset.trainer_bridge.scoring.hand import LOWEST, Hand, Ints, Tensor
 from keptset.trainer_bridge.scoring.plan import Plan
 
 
@@ -64,7 +64,7 @@ def kept_softmax(hand: Hand, plan: Plan, rows_T: Ints, vocab_size: int, *, entro
     probabilities_M = exp_M / hand.take(sum_A, segment_M)
     entropy_A = None
     if entropy:
-        weighted_M = hand.where(hand.is_zero(exp_M), 0.0, probabilities_M * s_M)  # 0 * -inf counts as 0
+        weighted_M = hand.where(s_M < LOWEST, 0.0, probabilities_M * s_M)  # 0 * -inf counts as 0
         entropy_A = log_sum_A - hand.segment_sum(weighted_M, plan.starts_A1, segment_M)
     return KeptSoftmax(
         logprobs_A=hand.take(s_M, member_A) - log_sum_A,

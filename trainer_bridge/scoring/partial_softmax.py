@@ -15,12 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keptset.schemas.errors import InvalidInput
-from keptset.trainer_bridge.scoring.hand import Hand, Tensor
+from keptset.trainer_bridge.scoring.hand import LOWEST, Hand, Tensor
 from keptset.trainer_bridge.scoring.head import Head
 from keptset.trainer_bridge.scoring.head_hand import HeadHand
-
-LOWEST = float(np.finfo(np.float32).min)
-"""Stands for the top of a part that holds no finite logit: subtracting -inf from -inf would be no number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +63,12 @@ def rescaled(hand: Hand, part: Partial, top_X: Tensor, temperature_X: Tensor) ->
     shift_X = (part.top_X - top_X) / temperature_X
     factor_X = hand.exp(shift_X)
     weighted_X = factor_X * (part.weighted_X + part.sum_X * shift_X)
-    # A part far below, or without any logit, adds nothing: 0 * -inf counts as 0.
-    return factor_X * part.sum_X, hand.where(hand.is_zero(factor_X), 0.0, weighted_X)
+    # A part without any logit adds nothing.
+    return factor_X * part.sum_X, hand.where(shift_X < LOWEST, 0.0, weighted_X)
 
 
 def finite(top_X: Tensor) -> Tensor:
-    """The top with LOWEST for -inf."""
+    """The top with LOWEST for -inf, which must not be subtracted from itself."""
     return top_X.clip(min=LOWEST)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from keptset.schemas.ragged import gather_spans, row_index
-from keptset.trainer_bridge.scoring.hand import Ints, Tensor
+from keptset.trainer_bridge.scoring.hand import LOWEST, Ints, Tensor
 from keptset.trainer_bridge.scoring.head import Head
 from keptset.trainer_bridge.scoring.head_hand import HeadHand
 from keptset.trainer_bridge.scoring.kept_softmax import replayed
@@ -155,7 +155,7 @@ class VocabularyChunks:
         sum_B = hand.row_sum(exp_BC).reshape([-1])
         weighted_B = sum_B * 0.0
         if self._entropy:
-            weighted_BC = hand.where(hand.is_zero(exp_BC), 0.0, exp_BC * s_BC)  # 0 * -inf counts as 0
+            weighted_BC = hand.where(s_BC < LOWEST, 0.0, exp_BC * s_BC)  # 0 * -inf counts as 0
             weighted_B = hand.row_sum(weighted_BC).reshape([-1])
         part = Partial(top_X=top_B1.reshape([-1]), sum_X=sum_B, weighted_X=weighted_B)
         return part, temperature_B1.reshape([-1])
