@@ -37,6 +37,9 @@ class GradientRows:
 class HeadGradient(Protocol):
     """Takes part in `score_from_hidden(..., head_gradient=...)`."""
 
+    def check(self, hand: HeadHand, head: Head) -> None:
+        """InvalidInput where it cannot take this head's gradient."""
+
     def rows(self, hand: HeadHand, head: Head, ids_M: Ints | None) -> GradientRows:
         """Buffers for a pass that touches rows `ids_M` (None: all of them)."""
 
@@ -55,7 +58,8 @@ class DenseHeadGradient:
         self.weight_VH = weight_VH
         self.bias_V = bias_V
 
-    def rows(self, hand: HeadHand, head: Head, ids_M: Ints | None) -> GradientRows:
+    def check(self, hand: HeadHand, head: Head) -> None:
+        """InvalidInput where a buffer is missing, left over, or of another shape or dtype."""
         for name, buffer, of in (("weight", self.weight_VH, head.weight_VH), ("bias", self.bias_V, head.bias_V)):
             if buffer is None and of is None:
                 continue
@@ -69,6 +73,8 @@ class DenseHeadGradient:
                 raise InvalidInput(
                     f"the buffer of the {name} is in {buffer.dtype}; gradients are summed in {hand.zeros([1]).dtype}"
                 )
+
+    def rows(self, hand: HeadHand, head: Head, ids_M: Ints | None) -> GradientRows:
         return GradientRows(ids_U=None, weight_UH=self.weight_VH, bias_U=self.bias_V)
 
     def done(self, rows: GradientRows) -> None:
@@ -83,6 +89,9 @@ class RowSparseHeadGradient:
 
     def __init__(self) -> None:
         self._passes: list[GradientRows] = []
+
+    def check(self, hand: HeadHand, head: Head) -> None:
+        """Any head will do."""
 
     def rows(self, hand: HeadHand, head: Head, ids_M: Ints | None) -> GradientRows:
         num_rows, hidden_size = (int(n) for n in head.weight_VH.shape)

@@ -51,6 +51,8 @@ def run_hidden(work: HiddenJob, hidden_RH: Tensor, head: Head) -> Scores:
     """
     hand = head_hand_for(hidden_RH)
     head.check(hidden_RH)
+    if work.head_gradient is not None:
+        work.head_gradient.check(hand, head)
     sources = (hidden_RH, head.weight_VH, head.bias_V)
     one_pass = _Pass(hand, work, hidden_RH, head, tuple(hand.wants_gradient(source) for source in sources))
     with hand.exact():
