@@ -19,6 +19,7 @@ import paddle
 
 from keptset import __version__
 from keptset.rollout.config import EngineConfig
+from keptset.rollout.kv_room import KvRoom
 from keptset.rollout.logit_processors import PROCESSOR_ORDER, LogitProcessors
 from keptset.rollout.models import Decoder
 from keptset.rollout.recorder import Recorder
@@ -81,7 +82,9 @@ class RolloutEngine:
         self._seeds: set[int] = set()
         self._ended: list[Response] = []
         self._paused = False
-        self._cache = decoder.new_cache(self.config.slots, self.max_length)
+        self._room = KvRoom(
+            decoder, slots=self.config.slots, max_length=self.max_length, kv_tokens=self.config.kv_tokens
+        )
         self._processors = LogitProcessors(decoder.config.vocab_size)
         self._stop_strings = StopStrings(tokenizer)
         self._recorder = Recorder(
@@ -103,6 +106,7 @@ class RolloutEngine:
         """
         request = request.resolved(self.config.base_seed)
         request.check(self.decoder.config.vocab_size, self.max_length)
+        self._room.check(request.prompt_id, len(Slot.of(request, self.max_length).sequence))
         self._stop_strings.check(request)
         seed = request.params.seed
         assert seed is not None
@@ -122,12 +126,12 @@ class RolloutEngine:
             return ended
         self._admit()
         self._share_prompts()
-        work = plan_pass(self._slots, self.config.prefill_tokens)
+        work = plan_pass(self._slots, self.config.prefill_tokens, self._room.row)
         if work is None:
             return ended
         self.passes += 1
         with paddle.no_grad():
-            hidden_TH = self.decoder.forward(work.token_ids_T, work.segments, self._cache)
+            hidden_TH = self.decoder.forward(work.token_ids_T, work.segments, self._room.cache)
             return ended + self._draw(work, hidden_TH)
 
     def advance(self, seconds: float) -> RolloutBatch | None:
@@ -194,6 +198,7 @@ class RolloutEngine:
             if running == "requeue" or slot.known == slot.prompt_length:
                 self._processors.close(index)
                 self._recorder.discard(index)
+                self._room.release(index)
                 self._slots[index] = None
                 self._waiting.appendleft(slot.request)
                 continue
@@ -204,8 +209,10 @@ class RolloutEngine:
     def _admit(self) -> None:
         for index, slot in enumerate(self._slots):
             if slot is None and self._waiting:
+                admitted = Slot.of(self._waiting[0], self.max_length)
+                if not self._room.admit(index, len(admitted.sequence)):
+                    return
                 request = self._waiting.popleft()
-                admitted = Slot.of(request, self.max_length)
                 admitted.source = self._same_prompt(admitted)
                 self._slots[index] = admitted
                 self._recorder.open(index, request)
@@ -234,7 +241,7 @@ class RolloutEngine:
             elif source.cached >= source.prompt_length:
                 ready.setdefault(slot.source, []).append(index)
         for source_index, targets in ready.items():
-            self._cache.copy_slot(source_index, targets)
+            self._room.copy(source_index, targets)
             for target in targets:
                 slot = self._slots[target]
                 assert slot is not None
@@ -303,6 +310,7 @@ class RolloutEngine:
         slot = self._slots[index]
         assert slot is not None
         self._slots[index] = None
+        self._room.release(index)
         self._processors.close(index)
         self._forget_seed(slot.request)
         return self._recorder.close(index, reason, error)

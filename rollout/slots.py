@@ -6,7 +6,7 @@ what lies between is computed next: one token while decoding, more after admissi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -72,37 +72,40 @@ def live(slots: list[Slot | None]) -> Iterator[tuple[int, Slot]]:
     return ((index, slot) for index, slot in enumerate(slots) if slot is not None)
 
 
-def plan_pass(slots: list[Slot | None], prefill_tokens: int) -> Pass | None:
-    """Single tokens with their drafts first, then longer runs as far as the budget goes; None where nothing waits."""
-    pieces: list[tuple[Segment, Ids]] = []
+def plan_pass(slots: list[Slot | None], prefill_tokens: int, row: Callable[[int], int]) -> Pass | None:
+    """Single tokens with their drafts first, then longer runs as far as the budget goes; None where nothing waits.
+
+    `row` tells where in the cache a slot lies.
+    """
+    pieces: list[tuple[int, Segment, Ids]] = []
     budget = prefill_tokens
     decoding = [(i, slot) for i, slot in live(slots) if slot.known - slot.cached == 1 and slot.source is None]
     for index, slot in decoding:
         slot.draft = _draft(slot)
         tokens = np.concatenate([slot.sequence[slot.cached : slot.known], slot.draft])
-        pieces.append((Segment(slot=index, start=slot.cached, length=len(tokens)), tokens))
+        pieces.append((index, Segment(slot=row(index), start=slot.cached, length=len(tokens)), tokens))
     for index, slot in live(slots):
         length = min(slot.known - slot.cached, budget)
         if slot.known - slot.cached > 1 and length > 0 and slot.source is None:
             slot.draft = slot.draft[:0]
-            segment = Segment(slot=index, start=slot.cached, length=length)
-            pieces.append((segment, slot.sequence[slot.cached : slot.cached + length]))
+            segment = Segment(slot=row(index), start=slot.cached, length=length)
+            pieces.append((index, segment, slot.sequence[slot.cached : slot.cached + length]))
             budget -= length
     if not pieces:
         return None
     slots_D, row_D, begin = [], [], 0
-    for segment, _ in pieces:
-        slot = slots[segment.slot]
-        assert slot is not None
-        pending = slot.known - slot.cached
-        slot.cached += min(segment.length, pending)
+    for index, segment, _ in pieces:
+        taken = slots[index]
+        assert taken is not None
+        pending = taken.known - taken.cached
+        taken.cached += min(segment.length, pending)
         if segment.length >= pending:
-            slots_D.append(segment.slot)
+            slots_D.append(index)
             row_D.append(begin + pending - 1)
         begin += segment.length
     return Pass(
-        token_ids_T=np.concatenate([tokens for _, tokens in pieces]),
-        segments=[segment for segment, _ in pieces],
+        token_ids_T=np.concatenate([tokens for _, _, tokens in pieces]),
+        segments=[segment for _, segment, _ in pieces],
         slots_D=slots_D,
         row_D=np.array(row_D, np.int64),
     )

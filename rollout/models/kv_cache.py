@@ -153,6 +153,25 @@ class KVCache:
             paddle.scatter_(self._values[i], value_rows, paddle.tile(values, [len(targets), 1]))
         self.lengths_S[np.asarray(targets)] = self.lengths_S[source]
 
+    def take_over(self, other: KVCache, rows: Sequence[int]) -> None:
+        """Hold what slots `rows` of another cache hold, in the first slots of this empty one."""
+        index = np.asarray(rows, np.int64)
+        if not len(index):
+            return
+        self.reserve(int(other.lengths_S[index].max()))
+        width, columns = min(self.allocated, other.allocated), self.kv_heads * self.head_dim
+        for i in range(self.num_layers):
+            keys = other._keys[i].reshape([other.slots, columns, other.allocated])
+            values = other._values[i].reshape([other.slots, self.kv_heads, other.allocated, self.head_dim])
+            moved_keys = paddle.gather(keys, self._index(index))[:, :, :width].reshape([-1, width])
+            moved_values = paddle.gather(values, self._index(index))[:, :, :width].reshape([-1, width * self.head_dim])
+            keys = _longer(moved_keys, self.allocated).reshape([-1])
+            values = _longer(moved_values, self.allocated * self.head_dim).reshape([-1])
+            empty = paddle.zeros([(self.slots - len(rows)) * columns * self.allocated], keys.dtype)
+            self._keys[i] = paddle.concat([keys, empty])
+            self._values[i] = paddle.concat([values, empty]).reshape([-1, self.head_dim])
+        self.lengths_S[: len(rows)] = other.lengths_S[index]
+
     def _index(self, index: np.ndarray) -> paddle.Tensor:
         return paddle.to_tensor(index.reshape(-1), place=self.place)
 

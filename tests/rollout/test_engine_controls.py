@@ -261,3 +261,32 @@ def test_an_aborted_response_is_delivered_as_far_as_it_got(decoder):
     assert never["token_ids"] == []
     assert engine.unfinished == 0
     engine.submit(ask(params))
+
+
+def test_a_bound_on_key_value_memory_lets_long_requests_wait_for_room_and_changes_no_token(decoder):
+    rng = np.random.default_rng(3)
+    lengths = [10, 20, 12, 30, 25, 8, 150, 40, 110, 60]
+    asked = [
+        ask(SamplingParams(top_k=20, max_new_tokens=30), prompt=rng.integers(0, 160, n), name=f"p{n}") for n in lengths
+    ]
+    free = RolloutEngine(decoder, EngineConfig(slots=6)).generate(asked)
+    engine = RolloutEngine(decoder, EngineConfig(slots=6, kv_tokens=384))
+    for request in asked:
+        engine.submit(request)
+    together, done = [], []
+    while engine.unfinished:
+        done += engine.step()
+        cache = engine._room.cache
+        assert cache.slots * cache.allocated <= 384
+        assert engine._room.reserved_tokens <= 384
+        together.append(len(engine._room._row))
+    assert max(together) == 6, "short requests run together"
+    assert min(together[:-1]) >= 1
+    by_id = {response.rollout_id: response.token_ids.tolist() for response in done}
+    assert by_id == {row["rollout_id"]: row["token_ids"] for row in rows(free)}
+
+
+def test_a_request_that_could_never_have_room_is_refused(decoder):
+    engine = RolloutEngine(decoder, EngineConfig(kv_tokens=64))
+    with pytest.raises(InvalidInput, match="more than kv_tokens = 64"):
+        engine.submit(ask(SamplingParams(max_new_tokens=100)))
