@@ -281,7 +281,6 @@ def test_a_bound_on_key_value_memory_lets_long_requests_wait_for_room_and_change
         assert engine._room.reserved_tokens <= 384
         together.append(len(engine._room._row))
     assert max(together) == 6, "short requests run together"
-    assert min(together[:-1]) >= 1
     by_id = {response.rollout_id: response.token_ids.tolist() for response in done}
     assert by_id == {row["rollout_id"]: row["token_ids"] for row in rows(free)}
 
