@@ -41,10 +41,7 @@ class HeadGradient(Protocol):
         """InvalidInput where it cannot take this head's gradient."""
 
     def rows(self, hand: HeadHand, head: Head, ids_M: Ints | None) -> GradientRows:
-        """Buffers for a pass that touches rows `ids_M` (None: all of them)."""
-
-    def done(self, rows: GradientRows) -> None:
-        """Take the buffers back, filled."""
+        """Buffers that a pass adds into, which touches rows `ids_M` (None: all of them)."""
 
 
 class DenseHeadGradient:
@@ -77,9 +74,6 @@ class DenseHeadGradient:
     def rows(self, hand: HeadHand, head: Head, ids_M: Ints | None) -> GradientRows:
         return GradientRows(ids_U=None, weight_UH=self.weight_VH, bias_U=self.bias_V)
 
-    def done(self, rows: GradientRows) -> None:
-        """Nothing is left to do: the pass added into the buffers themselves."""
-
 
 class RowSparseHeadGradient:
     """Only the rows that were touched: the ids of the kept sets, each once per backward pass.
@@ -96,14 +90,13 @@ class RowSparseHeadGradient:
     def rows(self, hand: HeadHand, head: Head, ids_M: Ints | None) -> GradientRows:
         num_rows, hidden_size = (int(n) for n in head.weight_VH.shape)
         ids_U = np.arange(num_rows) if ids_M is None else np.unique(ids_M)
-        return GradientRows(
+        rows = GradientRows(
             ids_U=ids_U,
             weight_UH=hand.zeros([len(ids_U), hidden_size]),
             bias_U=None if head.bias_V is None else hand.zeros([len(ids_U)]),
         )
-
-    def done(self, rows: GradientRows) -> None:
         self._passes.append(rows)
+        return rows
 
     def clear(self) -> None:
         """Forget every pass, after an optimizer step."""

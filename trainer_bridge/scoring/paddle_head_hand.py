@@ -41,8 +41,8 @@ class PaddleHeadHand(PaddleHand):
         return paddle.matmul(left, right, transpose_x=transpose_left, transpose_y=transpose_right)
 
     def zeros(self, shape: list[int]) -> Tensor:
-        # paddle.zeros would put them on the default device.
-        return paddle.to_tensor([0.0], dtype=self._dtype, place=self._place).expand(shape).clone()
+        # paddle.zeros would put them on the default device; a copy of an expanded tensor takes four times as long.
+        return paddle.to_tensor([0.0], dtype=self._dtype, place=self._place).reshape([1] * len(shape)).tile(shape)
 
     def add_rows(self, table_XH: Tensor, index_C: Tensor, scale_C: Tensor | None, rows_CH: Tensor) -> None:
         if scale_C is not None and rows_CH.ndim == 1:

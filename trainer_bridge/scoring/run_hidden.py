@@ -156,13 +156,14 @@ class _Pass:
             asks_hidden, asks_weight, asks_bias = self.asks
             hidden_gradient = _zeros_like(hand, self._hidden_RH) if asks_hidden else None
             sink = self._work.head_gradient
+            rows = GradientRows(ids_U=None, weight_UH=None, bias_U=None)
             if sink is None:
                 rows = GradientRows(
                     ids_U=None,
                     weight_UH=_zeros_like(hand, head.weight_VH) if asks_weight else None,
                     bias_U=_zeros_like(hand, head.bias_V) if asks_bias else None,
                 )
-            else:
+            elif len(pairs.ids_M) or len(which_F):
                 rows = sink.rows(hand, head, None if len(which_F) else pairs.ids_M)
             if len(pairs.ids_M):
                 self._add_pairs(pairs, gradient_M, hidden_gradient, rows)
@@ -174,13 +175,10 @@ class _Pass:
                 if head.shard is not None and head.shard.sum_hidden_gradient:
                     hidden_gradient = hand.all_reduce(hidden_gradient, "sum", head.shard.group)
                 hidden_gradient = hand.like(hidden_gradient, self._hidden_RH)
-            if sink is not None:
-                sink.done(rows)
-                return hidden_gradient, None, None
             return (
                 hidden_gradient,
-                None if rows.weight_UH is None else hand.like(rows.weight_UH, head.weight_VH),
-                None if rows.bias_U is None else hand.like(rows.bias_U, head.bias_V),
+                hand.like(rows.weight_UH, head.weight_VH) if sink is None and asks_weight else None,
+                hand.like(rows.bias_U, head.bias_V) if sink is None and asks_bias else None,
             )
 
     def _on_logits(self, gradients: tuple[Tensor | None, ...]) -> tuple[Pairs, Tensor, Ints, Tensor]:
