@@ -1,1 +1,1 @@
-"""Where batches rest: the spool."""
+"""Where batches rest: the spool, and the archive in Parquet."""
