@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from keptset.schemas.errors import InvalidInput
 from keptset.trainer_bridge.correction_report import CorrectionReport, StepReport, WeightLevel
-from keptset.trainer_bridge.ratios import Level, LogRatios
+from keptset.trainer_bridge.ratios import Level, LogRatios, runs
 from keptset.trainer_bridge.sampled_tokens import Bools
 from keptset.trainer_bridge.staleness import StalenessWeights
 
@@ -206,7 +206,7 @@ class _Work:
         in_T = self._in_T
         if self._level in ("token", "one"):
             return self._log_T[in_T]
-        _, first = np.unique(self._ratios.row_T[in_T], return_index=True)
+        _, first, _ = runs(self._ratios.row_T[in_T])
         return self._log_T[in_T][first]
 
     def _normalise(self, step: BatchNormalise) -> Bools:

@@ -96,8 +96,8 @@ class LogRatios:
     @property
     def whole_T(self) -> Bools:
         """Tokens that count at sequence and geometric level: those of responses that lost none."""
-        lost = np.unique(self.row_T[self.violations.bad_T])
-        return self.selected_T & ~np.isin(self.row_T, lost)
+        lost = self.row_T[self.violations.bad_T]
+        return self.selected_T & ~np.isin(self.row_T, lost) if len(lost) else self.selected_T
 
     def counted_at(self, level: Level) -> Bools:
         """Tokens that count at a level. InvalidInput for a level that does not exist."""
@@ -135,7 +135,7 @@ class LogRatios:
         if level == "token":
             index_C, num_tokens_C = counted, np.ones(len(counted), np.int64)
         else:
-            index_C, starts, num_tokens_C = np.unique(self.row_T[counted], return_index=True, return_counts=True)
+            index_C, starts, num_tokens_C = runs(self.row_T[counted])
             delta_C = _sum_rows(hand, delta_C, starts, num_tokens_C)
             if level == "geometric":
                 delta_C = delta_C / hand.floats(num_tokens_C.astype(np.float64))
@@ -149,6 +149,16 @@ class LogRatios:
             excluded_tokens=self.violations.counts(),
             excluded_responses={} if level == "token" else self.excluded_responses(),
         )
+
+
+def runs(rows: Ints) -> tuple[Ints, Ints, Ints]:
+    """Each value of ascending rows once, where it begins, and how often it occurs.
+
+    >>> [part.tolist() for part in runs(np.array([2, 2, 5]))]
+    [[2, 5], [0, 2], [2, 1]]
+    """
+    starts = np.flatnonzero(np.diff(rows, prepend=rows[:1] - 1))
+    return rows[starts], starts, np.diff(starts, append=len(rows))
 
 
 def _check_level(level: str) -> None:

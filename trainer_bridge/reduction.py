@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from keptset.schemas.errors import InvalidInput
 from keptset.trainer_bridge.corrections import Corrected
-from keptset.trainer_bridge.ratios import Level, LogRatios
+from keptset.trainer_bridge.ratios import Level, LogRatios, runs
 from keptset.trainer_bridge.sampled_tokens import Bools, Ints
 from keptset.trainer_bridge.scoring.hand import Tensor, hand_for
 
@@ -91,7 +91,7 @@ def entries_of(ratios: LogRatios, level: Level, weights: Corrected | None) -> En
     token = np.flatnonzero(counted_T)
     num_tokens = np.ones(len(token), np.int64)
     if level != "token" and len(token):
-        rows, first, num_tokens = np.unique(ratios.row_T[token], return_index=True, return_counts=True)
+        rows, first, num_tokens = runs(ratios.row_T[token])
         low = np.minimum.reduceat(weights_T[token], first)
         high = np.maximum.reduceat(weights_T[token], first)
         if (low != high).any():
