@@ -6,6 +6,14 @@ A benchmark is a module with a function `command`, as a subcommand is; its line 
 from __future__ import annotations
 
 BENCHES = {
+    "decode": (
+        "keptset.scripts.bench_decode",
+        "Tokens a second with capture on, against transformers; batching, drafting, capture's share.",
+    ),
+    "capture": (
+        "keptset.scripts.bench_capture",
+        "Kept sets and their numbers from wide logits, against sorting the vocabulary.",
+    ),
     "scoring": (
         "keptset.scripts.bench_scoring",
         "Scoring from hidden states, against the full vocabulary and against padded candidates.",
