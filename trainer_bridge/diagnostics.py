@@ -17,10 +17,11 @@ from numpy.typing import ArrayLike, NDArray
 from keptset.schemas.errors import InvalidInput
 from keptset.trainer_bridge.ratio_sums import LevelReport, RatioSums
 from keptset.trainer_bridge.ratios import Level, LogRatios
-from keptset.trainer_bridge.sampled_tokens import UNKNOWN_VERSION, SampledTokens
+from keptset.trainer_bridge.sampled_tokens import SampledTokens
 from keptset.trainer_bridge.scoring.hand import hand_for
 from keptset.trainer_bridge.scoring.run import Scores
 from keptset.trainer_bridge.sketch import LogHistogram, SizeHistogram
+from keptset.trainer_bridge.staleness import version_lag
 
 LOG_RATIO_EDGES = np.linspace(-2.0, 2.0, 201)
 """Edges of the bins of `Diagnostics.histogram`; what lies outside has a bin at either end."""
@@ -181,13 +182,12 @@ class Diagnostics:
     ) -> None:
         """Count a scored batch with all its record tells; version lag needs the trainer's `current_version`.
 
-        Errors: as `add`.
+        Errors: as `add`; InvalidInput where a token is newer than `current_version`.
         """
         mass_T = None if scores.over == "full" else scores.log_kept_mass_T
         lag_T = None
         if current_version is not None:
-            versions_T = tokens.policy_versions_T
-            lag_T = np.where(versions_T == UNKNOWN_VERSION, np.nan, current_version - versions_T)
+            lag_T = version_lag(tokens.policy_versions_T, current_version, tokens.locate)
         self.add(
             ratios,
             kept_sizes_T=tokens.kept_sizes_T,
