@@ -22,15 +22,16 @@ PARAMS = SamplingParams(top_k=512, top_p=0.97, max_new_tokens=NEW_TOKENS)
 QUEUE, SLOTS, LONGEST = 128, 16, 512
 """Continuous batching: requests of lengths min(LONGEST, round(exp(N(3.5, 1)))), seed 0."""
 PROSE = (
-    "The harbour wakes before the town does. A man with a lantern walks along the quay and counts the boats that came "
-    "home, then the ones that did not, and writes both numbers on the wall of the customs house with a piece of chalk. "
-    "By the time the bakers light their ovens the tide has turned, and the gulls have found the nets that were left "
-    "unmended from the day before. Children come down with baskets to gather what fell from the carts, and an old "
-    "woman sells tea from a copper kettle that her mother used in the same place. Nobody hurries. The ferry will leave when "
-    "the doctor arrives, and the doctor arrives when the last patient has gone to sleep. At noon the bells ring from "
-    "both churches, never quite together, and the fishermen argue about which of them is right. In the evening the "
-    "lamps are lit from the far end of the pier towards the square, so that from the sea it looks as if the town were "
-    "slowly opening its eyes, one after the other, to see who is coming home late tonight and who will stay out there until the morning comes."
+    "The harbour wakes before the town does. A man with a lantern walks along the quay and counts the boats that "
+    "came home, then the ones that did not, and writes both numbers on the wall of the customs house with a piece "
+    "of chalk. By the time the bakers light their ovens the tide has turned, and the gulls have found the nets "
+    "that were left unmended from the day before. Children come down with baskets to gather what fell from the "
+    "carts, and an old woman sells tea from a copper kettle that her mother used in the same place. Nobody "
+    "hurries. The ferry will leave when the doctor arrives, and the doctor arrives when the last patient has gone "
+    "to sleep. At noon the bells ring from both churches, never quite together, and the fishermen argue about "
+    "which of them is right. In the evening the lamps are lit from the far end of the pier towards the square, so "
+    "that from the sea it looks as if the town were slowly opening its eyes, one after the other, to see who is "
+    "coming home late tonight and who will stay out there until the morning comes."
 )
 """200 words, to be repeated."""
 
@@ -225,7 +226,7 @@ def _continuous(decoder: Any, queue: int) -> dict[str, float]:
 
 
 def _speculative(folder: Path, decoder: Any, new_tokens: int) -> dict[str, float]:
-    """Committed tokens a pass on a prompt that asks for its own text again, at T 0.3: at T 1 the model tells another."""
+    """Committed tokens a pass on a prompt that asks for its text again; at T 0.3, since at T 1 the model strays."""
     from keptset.rollout.engine import RolloutEngine
     from keptset.rollout.tokenizer import Tokenizer
 

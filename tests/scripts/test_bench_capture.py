@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("paddle", reason="needs the package paddlepaddle or paddlepaddle-gpu")
 
-from keptset.schemas.sampling_params import SamplingParams  # noqa: E402
-from keptset.scripts import bench_capture  # noqa: E402
-from keptset.trainer_bridge import reference  # noqa: E402
+from keptset.schemas.sampling_params import SamplingParams
+from keptset.scripts import bench_capture
+from keptset.trainer_bridge import reference
 
 ROOT = Path(__file__).parents[2]
 
