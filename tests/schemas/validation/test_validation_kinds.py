@@ -437,3 +437,14 @@ def test_errors_come_before_warnings(good, changed) -> None:
 def test_an_empty_batch_has_no_findings(good) -> None:
     assert validate(good.slice(0, 0)) == []
     assert validate(RolloutBatch.from_arrow(pa.RecordBatch.from_pylist([], schema=good.arrow.schema))) == []
+
+
+def test_a_member_recorded_twice_is_not_compared_with_b_since_either_could_be_meant(good, changed) -> None:
+    def change(rows: list[Row]) -> None:
+        row, token = rows[4], rows[4]["token_ids"][2]
+        row["kept_ids"][2] = [token, token]
+        row["kept_logprobs"][2] = [math.log(0.25), math.log(0.75)]
+        row["behavior_logprobs"][2] = math.log(0.25)
+        row["kept_entropy"][2] = None
+
+    assert [finding.kind for finding in validate(changed(good, change))] == [K.SORTED]
