@@ -67,7 +67,11 @@ def _encode(entry: dict[str, Any], tokenizer: Tokenizer) -> npt.NDArray[np.int32
     if len(given) != 1:
         raise InvalidInput(f"needs exactly one of messages, text, token_ids; it has {', '.join(given) or 'none'}")
     if given == ["token_ids"]:
-        return np.array(entry["token_ids"], np.int32)
+        # NumPy 1 only warns where a number does not fit.
+        wide = np.array(entry["token_ids"], np.int64)
+        if (wide != wide.astype(np.int32)).any():
+            raise InvalidInput(f"token_ids holds {wide[wide != wide.astype(np.int32)][0]}, which is no token id")
+        return wide.astype(np.int32)
     if given == ["text"]:
         return tokenizer.encode(entry["text"])
     if tokenizer.template is not None:

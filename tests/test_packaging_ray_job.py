@@ -80,7 +80,7 @@ def test_a_job_runs_on_the_uploaded_checkout(dashboard: str, repository: Path, t
         "job.py",
     ]
     done = subprocess.run(
-        submit, cwd=checkout, env=environment(), capture_output=True, text=True, timeout=120, check=False
+        submit, cwd=checkout, env=environment(), capture_output=True, text=True, timeout=240, check=False
     )
 
     assert done.returncode == 0, done.stdout + done.stderr

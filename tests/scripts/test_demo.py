@@ -58,6 +58,7 @@ def run(*arguments, cwd):
     code = "import sys; from keptset.scripts.main import main; sys.argv[0] = 'keptset'; main()"
     command = [sys.executable, "-c", code, "demo", *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), MARK: str(cwd)}
+    environment["PYTHONWARNINGS"] = "ignore:You are using GPU version Paddle:UserWarning"
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
