@@ -243,9 +243,9 @@ class RolloutEngine:
         for source_index, targets in ready.items():
             self._room.copy(source_index, targets)
             for target in targets:
-                slot = self._slots[target]
-                assert slot is not None
-                slot.cached, slot.source = slot.prompt_length - 1, None
+                filled = self._slots[target]
+                assert filled is not None
+                filled.cached, filled.source = filled.prompt_length - 1, None
 
     def _draw(self, work: Pass, hidden_TH: paddle.Tensor) -> list[Response]:
         """Draw along each slot's draft for as long as the draws agree with it."""

@@ -199,7 +199,7 @@ class Recorder:
 
     def _top_columns(
         self, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], request: Request
-    ) -> dict[str, npt.NDArray[np.generic]]:
+    ) -> dict[str, Any]:
         """The listed ids of a response that asked for them; nothing otherwise."""
         if not request.params.top_logprobs:
             return {}
