@@ -16,6 +16,7 @@ such a KL can stay small while the policy walks out of K (`trainer_kept_mass` sh
 were never drawn: their share of the gradient, and of k1, k2, k3, is missing.
 
 Expectations hold for tokens drawn from the policy itself; for others give `weights` of the policy over the sampler.
+Without sampling noise, from whole kept distributions: `exact_kl_and_entropy`.
 
 Legend: T sampled tokens, C those that count.
 """
@@ -117,7 +118,7 @@ def _term(
     value = float(np.sum(factor_C * value_C))
     gradient_T = entries.on_tokens(factor_C * slope_C, ratios.row_T)
     return Loss(
-        value=differentiable(ratios, value, gradient_T),
+        value=differentiable(ratios.delta_T, ratios.host_delta_T, value, gradient_T),
         gradient_T=gradient_T,
         report=LossReport.of(name, ratios, entries, weights, reduce=reduce, value=value),
     )

@@ -113,6 +113,8 @@ class Loss:
     gradient_T: NDArray[np.float64]
     """d value / d l of each sampled token, what `value` passes on to the log-probabilities."""
     report: LossReport
+    gradient_N: NDArray[np.float64] | None = None
+    """d value / d log p of each kept id, for terms over whole kept distributions; gradient_T is then 0."""
 
 
 def _larger(mine: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, int]:

@@ -218,7 +218,7 @@ def _loss(
     gradient_T = entries.on_tokens(slope_C, ratios.row_T)
     value = float(value_C.sum())
     return Loss(
-        value=differentiable(ratios, value, gradient_T),
+        value=differentiable(ratios.delta_T, ratios.host_delta_T, value, gradient_T),
         gradient_T=gradient_T,
         report=LossReport.of(
             name,

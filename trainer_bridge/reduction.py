@@ -152,14 +152,15 @@ def per_entry(name: str, values: ArrayLike, per: str, ratios: LogRatios, entries
     return at_C
 
 
-def differentiable(ratios: LogRatios, value: float, gradient_T: Floats) -> Tensor:
-    """A scalar of the ratios' framework, of this value and with this derivative by d_t [T].
+def differentiable(logs_T: Tensor, host_T: Floats, value: float, gradient_T: Floats) -> Tensor:
+    """A scalar of the framework of `logs_T`, of this value and with this derivative by them.
 
-    It hangs on the log-probabilities even where no token counts, so that every rank of a group has a backward pass.
+    `logs_T` are log ratios or log-probabilities, `host_T` the same numbers. The scalar hangs on them even where no
+    token counts, so that every rank of a group has a backward pass.
     """
-    hand = hand_for(ratios.delta_T)
+    hand = hand_for(logs_T)
     takes_part_T = hand.floats((gradient_T != 0).astype(np.float64)) > 0.5
     with np.errstate(invalid="ignore"):
-        distance_T = ratios.delta_T - hand.floats(ratios.host_delta_T)  # 0, or NaN where the log ratio is no number
+        distance_T = logs_T - hand.floats(host_T)  # 0, or NaN where the log is no finite number
     linear_T = hand.where(~takes_part_T, 0.0, distance_T) * hand.floats(gradient_T)
     return hand.concatenate([linear_T, hand.floats(np.array([value]))]).sum()

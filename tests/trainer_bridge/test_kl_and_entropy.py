@@ -16,7 +16,7 @@ from keptset.trainer_bridge.corrections import Truncate, correct
 from keptset.trainer_bridge.decoupled import log_ratios_between
 from keptset.trainer_bridge.kl_and_entropy import entropy_loss, kl_loss
 from keptset.trainer_bridge.ratios import log_ratios, log_ratios_of
-from keptset.trainer_bridge.scoring import score_aligned, score_from_logits
+from keptset.trainer_bridge.scoring import score_aligned, score_aligned_full_vocabulary, score_from_logits
 
 POLICY = np.array([0.3, -1.2, 0.9, 0.1])
 REFERENCE = np.array([0.0, 0.5, 0.2, -0.7])
@@ -122,6 +122,19 @@ def test_over_kept_sets_no_gradient_reaches_what_lies_outside(
     inside[np.repeat(packed.logit_index_T, 4), packed.tokens.kept_ids_N] = True
     assert np.abs(gradient[inside]).max() > 0
     assert (gradient[~inside] == 0).all()
+
+
+def test_over_the_vocabulary_a_term_says_full(simulate: Any, rng: np.random.Generator) -> None:
+    world = simulate(rng, [SamplingParams(top_k=4)] * 3)
+    packed = to_packed(world.batch)
+    policy = score_aligned_full_vocabulary(packed, world.packed_logits() * 1.1, entropy=True)
+    other = score_aligned_full_vocabulary(packed, world.packed_logits())
+    done = entropy_loss(policy, log_ratios_of(policy, packed.tokens))
+    logits = world.packed_logits()[packed.logit_index_T[packed.tokens.trainable_T]] * 1.1
+    entropies = [-np.sum(np.exp(log_softmax(z)) * log_softmax(z)) for z in logits]
+    assert float(done.value) == pytest.approx(-np.mean(entropies))
+    assert done.report.over == "full"
+    assert kl_loss(log_ratios_between(policy, other, packed.tokens)).report.over == "full"
 
 
 def test_terms_reduce_weigh_and_exclude_as_losses_do() -> None:
