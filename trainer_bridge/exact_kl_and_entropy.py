@@ -43,7 +43,7 @@ def exact_kl_loss(
 ) -> Loss:
     """KL(policy || reference), or the other way round, over the kept set of each token that counts in `ratios`.
 
-    Both scores were made with `distribution=True` (`score_aligned_from_hidden`). `weights`, `reduce` and `denominator` as
+    Both scores were made with `distribution=True` (`score_aligned_from_hidden`). `weights`, `reduce`, `denominator` as
     in the losses.
 
     Errors: ScoringRefused where a token was drawn from the whole vocabulary; InvalidInput where a distribution is
