@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -134,9 +135,7 @@ def _matmul_seconds(decoder: Any, prompts: list[Any], new_tokens: int) -> float:
         paddle.matmul(inputs[c.hidden_size][:REQUESTS], head)
 
     prefill = sum(len(prompt) for prompt in prompts)
-    seconds = {
-        rows: statistics.median(_timed(lambda rows=rows: step(rows)) for _ in range(5)) for rows in (REQUESTS, prefill)
-    }
+    seconds = {rows: statistics.median(_timed(partial(step, rows)) for _ in range(5)) for rows in (REQUESTS, prefill)}
     return seconds[prefill] + (new_tokens - 1) * seconds[REQUESTS]
 
 

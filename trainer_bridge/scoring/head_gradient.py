@@ -113,10 +113,12 @@ class RowSparseHeadGradient:
 
 
 def _sum(passes: list[GradientRows]) -> GradientRows:
-    hand = head_hand_for(passes[0].weight_UH)
+    first_UH = passes[0].weight_UH
+    assert first_UH is not None  # `rows` asks for the weight's gradient in every pass
+    hand = head_hand_for(first_UH)
     ids = [np.zeros(0, np.int64) if one.ids_U is None else one.ids_U for one in passes]
     ids_U = np.unique(np.concatenate(ids))
-    weight_UH = hand.zeros([len(ids_U), int(passes[0].weight_UH.shape[1])])
+    weight_UH = hand.zeros([len(ids_U), int(first_UH.shape[1])])
     bias_U = None if passes[0].bias_U is None else hand.zeros([len(ids_U)])
     for of_one, one in zip(ids, passes, strict=True):
         if not len(of_one):
