@@ -29,7 +29,7 @@ SPOOL_GOAL, ARCHIVE_GOAL, VALIDATE_GOAL = 0.55, 0.5, 60e6
 """Of the bytes of msgpack, and kept ids a second."""
 MADE_UP_TOKENS = 2**16
 JOINED_ROWS = 64
-"""Responses in a batch of the spool that is measured beside the one with batches as they were recorded."""
+"""Responses in a batch where batches are not taken as they were recorded: on a processor they are of one or two."""
 ROUNDS = 5
 VALIDATE = "validate"
 
@@ -44,15 +44,12 @@ class WireResult:
     batches: int
     memory_bytes_per_token: float
     spool_bytes_per_token: float
-    """Published, batches as they were recorded."""
-    spool_joined_bytes_per_token: float
-    """Published, JOINED_ROWS responses a batch."""
+    """Published."""
     archive_bytes_per_token: float
     msgpack_bytes_per_token: float
     pickle_bytes_per_token: float
     json_bytes_per_token: float
     spool_to_msgpack: float
-    spool_joined_to_msgpack: float
     archive_to_msgpack: float
     bytes_per_second: dict[str, float]
     validate_ids_per_second: float
@@ -68,23 +65,26 @@ def command(
 ) -> None:
     """Bytes a token in memory, spool and archive, against msgpack, pickle and JSON; rates against a memory copy.
 
-    On real responses of the demo's model, sampled once (minutes) and kept in the cache; on the same with their whole
-    kept distributions; and on made-up ones whose ids follow Zipf's law, or are spread evenly, the worst case.
+    Real: responses of the demo's model, sampled once (minutes) and kept in the cache, in batches as recorded. Joined:
+    the same, 64 a batch. Distributions: joined, with the whole kept distributions. Zipf, even: made up, ids as frequent
+    as words of a text, or all alike, which is the worst case.
     """
     console = Console(stderr=True)
     with console.status("sampling responses") as status:
         recorded = real_rollouts(progress=lambda tokens: status.update(f"sampling responses, {tokens} tokens so far"))
+        whole = concat_batches(recorded)
         sets: dict[str, Sequence[RolloutBatch]] = {
             "real": [without_distributions(batch) for batch in recorded],
-            "real, whole distributions": recorded,
-            "made up": [without_distributions(made_up_rollouts(MADE_UP_TOKENS))],
-            "made up, even": [without_distributions(made_up_rollouts(MADE_UP_TOKENS, even=True))],
+            "joined": _joined(without_distributions(whole)),
+            "distributions": _joined(whole),
+            "zipf": [without_distributions(made_up_rollouts(MADE_UP_TOKENS))],
+            "even": [without_distributions(made_up_rollouts(MADE_UP_TOKENS, even=True))],
         }
         results = {}
         for name, batches in sets.items():
             status.update(f"measuring: {name}")
             results[name] = measure(batches, ROUNDS)
-        tried = try_encodings(concat_batches(list(sets["real"]))) if encodings else []
+        tried = try_encodings(whole) if encodings else []
     if as_json:
         print(json.dumps(to_report(results, tried), indent=2))
     else:
@@ -112,9 +112,7 @@ def measure(batches: Sequence[RolloutBatch], rounds: int) -> WireResult:
     tokens = whole.num_tokens
     with tempfile.TemporaryDirectory(prefix="keptset-bench-") as temporary:
         folder = Path(temporary)
-        joined = [whole.slice(start, JOINED_ROWS) for start in range(0, len(whole), JOINED_ROWS)]
-        spool = _spooled(batches, folder / "as-recorded")
-        spool_joined = _spooled(joined, folder / "joined")
+        spool = _spooled(batches, folder / "spool")
         archived = write_archive(batches, folder / "archive.parquet").size
         copied = mapped_read_copies(whole, folder / "uncompressed.arrow")
         seconds = interleaved(_Ways(batches, whole, folder).ways(), rounds)
@@ -128,18 +126,20 @@ def measure(batches: Sequence[RolloutBatch], rounds: int) -> WireResult:
         batches=len(batches),
         memory_bytes_per_token=memory / tokens,
         spool_bytes_per_token=spool / tokens,
-        spool_joined_bytes_per_token=spool_joined / tokens,
         archive_bytes_per_token=archived / tokens,
         msgpack_bytes_per_token=msgpack / tokens,
         pickle_bytes_per_token=len(to_pickle(whole)) / tokens,
         json_bytes_per_token=len(to_json(whole)) / tokens,
         spool_to_msgpack=spool / msgpack,
-        spool_joined_to_msgpack=spool_joined / msgpack,
         archive_to_msgpack=archived / msgpack,
         bytes_per_second={name: memory / took for name, took in seconds.items()},
         validate_ids_per_second=whole.num_kept_ids / validate_seconds,
         mapped_read_copied_bytes=copied,
     )
+
+
+def _joined(whole: RolloutBatch) -> list[RolloutBatch]:
+    return [whole.slice(start, JOINED_ROWS) for start in range(0, len(whole), JOINED_ROWS)]
 
 
 def _spooled(batches: Sequence[RolloutBatch], folder: Path) -> int:
@@ -196,8 +196,7 @@ class _Ways:
 
 _SIZES = {
     "memory": "memory_bytes_per_token",
-    "spool, batches as recorded": "spool_bytes_per_token",
-    f"spool, {JOINED_ROWS} responses a batch": "spool_joined_bytes_per_token",
+    "spool": "spool_bytes_per_token",
     "archive": "archive_bytes_per_token",
     "msgpack, packed": "msgpack_bytes_per_token",
     "pickle, lists": "pickle_bytes_per_token",
@@ -229,6 +228,5 @@ def _print(results: dict[str, WireResult], tried: Sequence[Tried]) -> None:
             table.add_row(entry.name, f"{entry.bytes_per_token:.2f}")
         console.print(table)
     for name, r in results.items():
-        console.print(
-            f"{name}: {r.tokens} tokens, {r.kept_ids / r.tokens:.2f} kept ids each, in {r.responses} responses"
-        )
+        kept = f"{r.kept_ids / r.tokens:.2f} kept ids each"
+        console.print(f"{name}: {r.tokens} tokens, {kept}, in {r.responses} responses, {r.batches} batches")
