@@ -64,20 +64,21 @@ class GuardedSink:
         self._file.write(_END_OF_STREAM + MARK + f"{crc:08x}".encode() + footer)
 
 
-def check_guard(path: Path) -> None:
-    """Compare a file with its guard; reads it once, in small pieces.
+def check_guard(path: Path, shown: str | None = None) -> None:
+    """Compare a file with its guard; reads it once, in small pieces. `shown` names it in messages, if not its path.
 
     Errors: DamagedFile saying whether it was cut off, altered or comes from elsewhere; OSError from the system.
     """
+    shown = str(path) if shown is None else shown
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if file.read(len(_ARROW)) != _ARROW:
-            raise DamagedFile(f"{path} is not an Arrow file: it does not begin with {_ARROW.decode()}")
+            raise DamagedFile(f"{shown} is not an Arrow file: it does not begin with {_ARROW.decode()}")
         file.seek(max(size - _TAIL, 0))
         tail = file.read(_TAIL)
         if len(tail) < _TAIL or not tail.endswith(_ARROW):
             raise DamagedFile(
-                f"{path} was cut off or overwritten at its end ({size} bytes, no closing {_ARROW.decode()})"
+                f"{shown} was cut off or overwritten at its end ({size} bytes, no closing {_ARROW.decode()})"
             )
         (footer,) = struct.unpack_from("<i", tail)
         at = size - _TAIL - footer - _GUARD
@@ -87,14 +88,14 @@ def check_guard(path: Path) -> None:
             guard = file.read(_GUARD)
         if not guard.startswith(MARK):
             raise DamagedFile(
-                f"{path} has no keptset guard before its footer: an Arrow file from elsewhere (then import it, a spool "
-                "holds only what its writers wrote), or one that was altered"
+                f"{shown} has no keptset guard before its footer: an Arrow file from elsewhere (then import it, a "
+                "spool holds only what its writers wrote), or one that was altered"
             )
         found = _crc32(file, 0, at)
         found = _crc32(file, at + _GUARD, size, found)
         if guard[len(MARK) :] != f"{found:08x}".encode():
             told = guard[len(MARK) :].decode("ascii", "replace")
-            raise DamagedFile(f"{path} is damaged: crc32 of its bytes is {found:08x}, its guard says {told}")
+            raise DamagedFile(f"{shown} is damaged: crc32 of its bytes is {found:08x}, its guard says {told}")
 
 
 def _crc32(file: BinaryIO, start: int, stop: int, crc: int = 0) -> int:

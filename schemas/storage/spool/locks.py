@@ -16,8 +16,17 @@ from keptset.schemas.errors import StorageError
 
 def try_lock(file: int, path: Path) -> bool:
     """Take the lock; False where another has it. Errors: StorageError where the file system has no locks."""
+    return _lock(file, path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def hold_lock(file: int, path: Path) -> None:
+    """Take the lock, waiting for whoever has it. Errors: as `try_lock`."""
+    _lock(file, path, fcntl.LOCK_EX)
+
+
+def _lock(file: int, path: Path, how: int) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, how)
     except BlockingIOError:
         return False
     except OSError as error:

@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,9 +67,9 @@ def places(folder: Path) -> list[SpoolFile]:
     return sorted(place for path in listing(folder) if (place := SpoolFile.of(path)) is not None)
 
 
-def next_seq(folder: Path, writer: str) -> int:
-    """The number after the last one this writer used, as far as its files are still there. Errors: OSError."""
-    found = (SpoolFile.of(path) for path in folder.iterdir())
+def next_seq(names: Iterable[str], writer: str) -> int:
+    """The number after the last one this writer used, as far as its files are among `names`."""
+    found = (SpoolFile.of(Path(name)) for name in names)
     return max((place.seq + 1 for place in found if place is not None and place.writer == writer), default=0)
 
 

@@ -6,14 +6,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pyarrow as pa
 
 from keptset.schemas.storage.spool.guard import GuardedSink
 from keptset.schemas.storage.spool.stream import HEADER_CRC, StoredBatch
 
-# On the calling thread: batches of a few MiB gain nothing from Arrow's pool, and a rollout's cores have other work.
-_OPTIONS = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
+Compression = Literal["zstd", "none"]
 _BUFFER = 2**20
 
 
@@ -26,12 +26,14 @@ class Written:
     """Byte of the stream behind the last of them."""
 
 
-def publish(batches: Iterator[StoredBatch], path: Path, *, fsync: bool) -> Written:
+def publish(batches: Iterator[StoredBatch], path: Path, *, fsync: bool, compression: Compression = "zstd") -> Written:
     """Write the batches as `path`, which appears whole or not at all; nothing is written where there are none.
 
     Holds one batch at a time. With `fsync` file and folder are on the device before this returns. Errors: what
     `batches` raises, OSError from the system; a file half written is removed.
     """
+    # On the calling thread: batches of a few MiB gain nothing from Arrow's pool, and a rollout's cores have other work.
+    options = pa.ipc.IpcWriteOptions(compression=None if compression == "none" else compression, use_threads=False)
     temporary = path.with_name(f".{path.name}.tmp")
     written = Written(0, 0)
     try:
@@ -40,7 +42,7 @@ def publish(batches: Iterator[StoredBatch], path: Path, *, fsync: bool) -> Writt
             writer = None
             for stored in batches:
                 if writer is None:
-                    writer = pa.ipc.new_file(pa.PythonFile(sink, mode="w"), stored.arrow.schema, options=_OPTIONS)
+                    writer = pa.ipc.new_file(pa.PythonFile(sink, mode="w"), stored.arrow.schema, options=options)
                 kept = {key: value for key, value in stored.metadata.items() if key != HEADER_CRC}
                 writer.write_batch(stored.arrow, custom_metadata=kept)
                 written = Written(written.batches + 1, stored.end)

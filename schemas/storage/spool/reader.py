@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Literal
 
 import pyarrow as pa
+from pyarrow import fs
 
 from keptset.schemas.errors import DamagedFile, InvalidInput, SchemaError, StorageError
+from keptset.schemas.findings import Finding
 from keptset.schemas.rollout_batch import RolloutBatch
+from keptset.schemas.storage.spool.folder import folder_of
 from keptset.schemas.storage.spool.guard import check_guard
-from keptset.schemas.storage.spool.names import PUBLISHED, SpoolFile, listing
+from keptset.schemas.storage.spool.names import PUBLISHED, SpoolFile
+from keptset.schemas.storage.spool.seen import SeenResponses
 from keptset.schemas.storage.spool.stream import StoredBatch, read_whole_batches, require_version, verify_batch
 
 Position = dict[str, tuple[int, int]]
@@ -36,11 +42,16 @@ class SpoolReader:
     """Iterates over the batches of a spool folder, writer by writer, each in the order of writing.
 
     An iteration ends where there is nothing more at present; iterating again goes on from there, with what has come
-    since. `position` is the place behind the last batch handed out: save it after a batch was dealt with, give it to a
-    new reader to go on. It can be stored as JSON.
+    since. With `follow` it waits for more instead. `position` is the place behind the last batch handed out: save it
+    after a batch was dealt with, give it to a new reader to go on. It can be stored as JSON.
 
     Batches still in an open file are read up to the last whole one, or not at all (`include_open=False`). Every batch
     is checked against its checksum before a value is touched. One batch is held at a time.
+
+    The first response of a rollout_id counts. One that comes under it again is passed over, and `findings` counts it: a
+    `duplicate` where it is the same, a `conflict` where it is not.
+
+    A reader belongs to one thread at a time. Close it, or use it as a context manager, to let go of what it remembers.
     """
 
     def __init__(
@@ -50,56 +61,125 @@ class SpoolReader:
         position: Mapping[str, Sequence[int]] | None = None,
         include_open: bool = True,
         on_damaged: Literal["raise", "skip"] = "raise",
+        duplicates: Literal["skip", "keep"] = "skip",
+        seen: str | Path | None = None,
+        follow: bool = False,
+        stop: Callable[[], bool] = lambda: False,
+        timeout: float | None = None,
+        poll_seconds: float = 0.2,
+        filesystem: fs.FileSystem | None = None,
     ) -> None:
-        """Read from `position`; None: from the beginning.
+        """Read `folder` from `position`; None: from the beginning.
+
+        `folder` is a path, a URI that Arrow knows (s3://bucket/run/spool, gs://, hdfs://, ...), or a path in
+        `filesystem`. Elsewhere than on this machine there are published files only; each is fetched once.
 
         A damaged or foreign file raises DamagedFile, or with `on_damaged="skip"` is set aside: what is left of it is
-        passed over, and `set_aside` names it. Errors: InvalidInput for a position or setting that cannot be.
+        passed over, and `set_aside` names it.
+
+        Ids are remembered as 16-byte digests, in memory up to 64 MiB (some 1,200,000 responses), then in a temporary
+        file. `seen` names a file that keeps them, for this reader alone: with it a restarted reader also knows the
+        ids before its position. `duplicates="keep"` hands out everything, and remembers nothing.
+
+        With `follow` an iteration looks for more every `poll_seconds`. It ends once `stop()` is true, with all that is
+        there by then, or when nothing has come for `timeout` seconds. The folder need not be there yet.
+
+        Errors: InvalidInput for a position or setting that cannot be; StorageError where `seen` cannot be used.
         """
         if on_damaged not in ("raise", "skip"):
             raise InvalidInput(f"on_damaged is {on_damaged!r}; it must be raise or skip")
-        self.folder = Path(folder)
+        if duplicates not in ("skip", "keep"):
+            raise InvalidInput(f"duplicates is {duplicates!r}; it must be skip or keep")
+        if seen is not None and duplicates == "keep":
+            raise InvalidInput(f"seen is {str(seen)!r}, and duplicates are kept: nothing would be remembered in it")
+        if poll_seconds <= 0:
+            raise InvalidInput(f"poll_seconds is {poll_seconds}; it must be above 0")
+        if timeout is not None and timeout < 0:
+            raise InvalidInput(f"timeout is {timeout}; it must not be below 0")
+        self._folder = folder_of(folder, filesystem)
         self._position = {writer: _pair(writer, at) for writer, at in (position or {}).items()}
         self._include_open = include_open
         self._on_damaged = on_damaged
+        self._follow, self._stop, self._timeout, self._poll_seconds = follow, stop, timeout, poll_seconds
+        self._seen = None if duplicates == "keep" else SeenResponses(None if seen is None else Path(seen))
         self._offsets: dict[SpoolFile, int] = {}
         self.set_aside: list[SetAside] = []
 
     @property
     def position(self) -> Position:
-        """The place behind the last batch handed out."""
+        """The place behind the last batch handed out, or passed over as a whole."""
         return dict(self._position)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Kinds `conflict` and `duplicate`: what this reader passed over, with totals and the first examples."""
+        return () if self._seen is None else self._seen.findings
+
+    def close(self) -> None:
+        """Let go of what was remembered. Closing twice is no error; nothing can be read afterwards."""
+        if self._seen is not None:
+            self._seen.close()
+
+    def __enter__(self) -> SpoolReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def __iter__(self) -> Iterator[RolloutBatch]:
         """Errors: StorageError where the folder cannot be read; DamagedFile; SchemaError for another schema version."""
+        if not self._follow:
+            yield from self._present()
+            return
+        quiet_since = time.monotonic()
+        while True:
+            stopped = self._stop()
+            overdue = self._timeout is not None and time.monotonic() - quiet_since >= self._timeout
+            if stopped or overdue or self._folder.exists():
+                for batch in self._present():
+                    yield batch
+                    quiet_since, overdue = time.monotonic(), False
+            if stopped or overdue:
+                return
+            time.sleep(self._poll_seconds)
+
+    def _present(self) -> Iterator[RolloutBatch]:
+        """What the folder holds now, from the position on."""
         for place in self._unread():
             batches = self._published(place) if place.suffix == PUBLISHED else self._open(place)
             try:
                 yield from batches
-            except DamagedFile as error:
-                self._put_aside(place.name, error)
+            except (DamagedFile, pa.ArrowException) as error:
+                damage = error if isinstance(error, DamagedFile) else None
+                self._put_aside(
+                    place.name, damage or DamagedFile(f"{self._shown(place)} is not what Arrow wrote: {error}")
+                )
                 if place.suffix == PUBLISHED:
                     self._position[place.writer] = (place.seq + 1, 0)
-            except pa.ArrowException as error:
-                self._put_aside(place.name, DamagedFile(f"{self.folder / place.name} is not what Arrow wrote: {error}"))
             except OSError as error:
-                raise StorageError(f"cannot read {self.folder / place.name}: {error.strerror or error}") from error
+                raise StorageError(f"cannot read {self._shown(place)}: {error.strerror or error}") from error
 
     def _unread(self) -> list[SpoolFile]:
         """Files that may hold something new. A place both open and published counts as published."""
         found: dict[tuple[str, int], SpoolFile] = {}
         aside = {entry.name for entry in self.set_aside}
-        for path in listing(self.folder):
-            place = SpoolFile.of(path)
-            if path.name in aside:
+        for name in self._folder.names():
+            place = SpoolFile.of(Path(name))
+            if name in aside:
                 continue
             if place is None:
-                self._put_aside(path.name, DamagedFile(f"{path} is not named as spool files are, <writer>-<number>"))
+                told = f"{self._folder}: {name} is not named as spool files are, <writer>-<number>"
+                self._put_aside(name, DamagedFile(told))
             elif place.suffix == PUBLISHED or self._include_open:
                 key = (place.writer, place.seq)
                 if key not in found or place.suffix == PUBLISHED:
                     found[key] = place
         return sorted(place for (writer, seq), place in found.items() if seq >= self._position.get(writer, (0, 0))[0])
+
+    def _shown(self, place: SpoolFile) -> str:
+        return f"{self._folder}/{place.name}"
 
     def _put_aside(self, name: str, error: DamagedFile) -> None:
         if self._on_damaged == "raise":
@@ -111,29 +191,29 @@ class SpoolReader:
         return batch if seq == place.seq else 0
 
     def _published(self, place: SpoolFile) -> Iterator[RolloutBatch]:
-        path = self.folder / place.name
-        try:
-            check_guard(path)
-            source = pa.memory_map(str(path))
-        except FileNotFoundError:  # removed since it was listed
-            return
-        with source, pa.ipc.open_file(source, options=_OPTIONS) as reader:
-            require_version(reader.schema, path)
+        shown = self._shown(place)
+        with contextlib.ExitStack() as closing:
+            try:
+                path = closing.enter_context(self._folder.file(place.name))
+                check_guard(path, shown)
+                source = closing.enter_context(pa.memory_map(str(path)))
+            except FileNotFoundError:  # removed since it was listed
+                return
+            reader = closing.enter_context(pa.ipc.open_file(source, options=_OPTIONS))
+            require_version(reader.schema, shown)
             for number in range(self._next_batch(place), reader.num_record_batches):
                 arrow, metadata = reader.get_batch_with_custom_metadata(number)
-                verify_batch(arrow, dict(metadata or {}), f"{path}, batch {number}")
-                batch = _conformed(arrow, path)
-                self._position[place.writer] = (place.seq, number + 1)
-                yield batch
+                verify_batch(arrow, dict(metadata or {}), f"{shown}, batch {number}")
+                yield from self._next(arrow, place)
         self._position[place.writer] = (place.seq + 1, 0)
 
     def _open(self, place: SpoolFile) -> Iterator[RolloutBatch]:
-        path = self.folder / place.name
+        path = Path(self._shown(place))
         try:
             file = path.open("rb", buffering=0)
         except FileNotFoundError:  # published, or removed empty, since it was listed
             published = place.with_suffix(PUBLISHED)
-            if (self.folder / published.name).exists():
+            if self._folder.holds(published.name):
                 yield from self._published(published)
             return
         with file:
@@ -141,11 +221,20 @@ class SpoolReader:
             already = 0 if start else self._next_batch(place)
             for number, stored in enumerate(_settled(file.fileno(), path, start)):
                 self._offsets = {**self._of_others(place.writer), place: stored.end}
-                if number < already:
-                    continue
-                batch = _conformed(stored.arrow, path)
-                self._position[place.writer] = (place.seq, self._next_batch(place) + 1)
-                yield batch
+                if number >= already:
+                    yield from self._next(stored.arrow, place)
+
+    def _next(self, arrow: pa.RecordBatch, place: SpoolFile) -> Iterator[RolloutBatch]:
+        """The batch at the position, which moves on, less what came before under the same ids."""
+        try:
+            batch = RolloutBatch.from_arrow(arrow)
+        except SchemaError as error:
+            raise SchemaError(f"{self._shown(place)}: {error}") from error
+        number = self._next_batch(place)
+        fresh = batch if self._seen is None else self._seen.first_of_their_ids(batch, place, number)
+        self._position[place.writer] = (place.seq, number + 1)
+        if fresh is not None:
+            yield fresh
 
     def _of_others(self, writer: str) -> dict[SpoolFile, int]:
         return {place: end for place, end in self._offsets.items() if place.writer != writer}
@@ -166,13 +255,6 @@ def _settled(file: int, path: Path, start: int) -> Iterator[StoredBatch]:
                 raise
             damaged_at = start
             time.sleep(_SECOND_LOOK_SECONDS)
-
-
-def _conformed(arrow: pa.RecordBatch, path: Path) -> RolloutBatch:
-    try:
-        return RolloutBatch.from_arrow(arrow)
-    except SchemaError as error:
-        raise SchemaError(f"{path}: {error}") from error
 
 
 def _pair(writer: str, at: Sequence[int]) -> tuple[int, int]:

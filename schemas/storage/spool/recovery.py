@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
+from pyarrow import fs
 
 from keptset.schemas.errors import DamagedFile, SchemaError, StorageError
+from keptset.schemas.storage.spool.folder import folder_of, local_and_remote, upload_published
 from keptset.schemas.storage.spool.guard import check_guard
 from keptset.schemas.storage.spool.locks import still_there, try_lock
 from keptset.schemas.storage.spool.names import DAMAGED, OPEN, PUBLISHED, SpoolFile, places
@@ -23,8 +25,8 @@ class Recovered:
 
     writer: str
     seq: int
-    published: Path | None
-    """None where it held no whole batch."""
+    published: Path | str | None
+    """None where it held no whole batch; an address where the spool is in another file system."""
     batches: int
     dropped_bytes: int
     """Behind the last whole batch: of a batch that was never acknowledged, unless `damage` says otherwise."""
@@ -34,15 +36,32 @@ class Recovered:
     """Where a damaged open file was moved to."""
 
 
-def recover(folder: str | Path, *, fsync: bool = True) -> list[Recovered]:
+def recover(
+    folder: str | Path,
+    *,
+    fsync: bool = True,
+    filesystem: fs.FileSystem | None = None,
+    staging: str | Path | None = None,
+) -> list[Recovered]:
     """Publish what crashed writers left in `folder`, and say what that was.
 
-    Safe beside live writers and other recoveries: a file is touched only under its lock. Errors: StorageError where the
-    folder or a file cannot be read or written; what was recovered before stays recovered.
+    For a spool in another file system (a URI, or `filesystem`) that is what lies in their `staging` folder, files that
+    were published and not uploaded included. Safe beside live writers and other recoveries: a file is touched only
+    under its lock. Errors: InvalidInput where a staging folder is missing or not needed; StorageError where the folder
+    or a file cannot be read or written; what was recovered before stays recovered.
     """
-    folder = Path(folder)
-    found = [recover_file(folder, place, fsync=fsync) for place in places(folder) if place.suffix == OPEN]
-    return [recovered for recovered in found if recovered is not None]
+    local, remote = local_and_remote(folder_of(folder, filesystem), staging)
+    waiting = [] if remote is None else [place for place in places(local) if place.suffix == PUBLISHED]
+    tried = [recover_file(local, place, fsync=fsync) for place in places(local) if place.suffix == OPEN]
+    found = [recovered for recovered in tried if recovered is not None]
+    if remote is None:
+        return found
+    of_open = {(recovered.writer, recovered.seq) for recovered in found}
+    for place in waiting:
+        if (place.writer, place.seq) not in of_open:
+            found.append(_told(place, local / place.name, _count_published(local / place.name) or 0, 0))
+    address = {(place.writer, place.seq): address for place, address in upload_published(local, remote)}
+    return [replace(one, published=address.get((one.writer, one.seq), one.published)) for one in found]
 
 
 def recover_file(folder: Path, place: SpoolFile, *, fsync: bool) -> Recovered | None:

@@ -97,17 +97,17 @@ def read_whole_batches(file: int, path: Path, start: int = 0) -> Iterator[Stored
         told = metadata.get(HEADER_CRC)
         if told != f"{zlib.crc32(header):08x}".encode():
             raise DamagedFile(f"{path} is damaged: its schema is not the one that its batches were written with")
-        require_version(batch.schema, path)
+        require_version(batch.schema, str(path))
         verify_batch(batch, metadata, f"{path}, batch before byte {source.end}")
         yield StoredBatch(batch, metadata, source.end)
 
 
-def require_version(schema: pa.Schema, path: Path) -> None:
+def require_version(schema: pa.Schema, where: str) -> None:
     """Errors: SchemaError for data of another schema version, or none."""
     try:
         Identity.from_metadata(schema.metadata)
     except SchemaError as error:
-        raise SchemaError(f"{path}: {error}") from error
+        raise SchemaError(f"{where}: {error}") from error
 
 
 def verify_batch(batch: pa.RecordBatch, metadata: Metadata, where: str) -> None:

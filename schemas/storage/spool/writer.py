@@ -12,9 +12,11 @@ from types import TracebackType
 from typing import Literal
 
 import pyarrow as pa
+from pyarrow import fs
 
 from keptset.schemas.errors import InvalidInput, KeptsetError, StorageError
 from keptset.schemas.rollout_batch import RolloutBatch
+from keptset.schemas.storage.spool.folder import folder_of, local_and_remote, upload_published
 from keptset.schemas.storage.spool.locks import still_there, try_lock
 from keptset.schemas.storage.spool.names import (
     OPEN,
@@ -25,7 +27,7 @@ from keptset.schemas.storage.spool.names import (
     places,
     unique_writer,
 )
-from keptset.schemas.storage.spool.publish import publish, sync_folder
+from keptset.schemas.storage.spool.publish import Compression, publish, sync_folder
 from keptset.schemas.storage.spool.recovery import Recovered, recover_file
 from keptset.schemas.storage.spool.stream import StoredBatch, encode_batch, encode_header, read_whole_batches
 
@@ -44,6 +46,10 @@ class SpoolWriter:
     A writer belongs to one thread of one process, and owns its name in the folder: a second live writer of the same
     name is refused. What a crashed one left is published first, see `recovered`. Close it, or use it as a context
     manager: leaving the block publishes, also where an error ends it.
+
+    In another file system (S3, GCS, HDFS, ...) batches are acknowledged in a `staging` folder of this machine, and full
+    files are published by one upload each. Names of writers must differ between machines; one without a name gets such
+    a one.
     """
 
     def __init__(
@@ -54,19 +60,31 @@ class SpoolWriter:
         fsync: Fsync = "rotate",
         rotate_bytes: int = ROTATE_BYTES,
         rotate_seconds: float | None = None,
+        compression: Compression = "zstd",
+        filesystem: fs.FileSystem | None = None,
+        staging: str | Path | None = None,
     ) -> None:
         """Open the spool in `folder`, which is made if need be. `writer` names this writer; None makes a unique name.
 
-        A file is published once it holds `rotate_bytes` or is `rotate_seconds` old. Errors: InvalidInput for a setting
-        that cannot be; StorageError where the folder cannot be written or the name is in use.
+        A file is published once it holds `rotate_bytes` or is `rotate_seconds` old. Published files are compressed, or
+        with `compression="none"` some two to four times larger and read without a copy.
+
+        `folder` is a path, a URI that Arrow knows, or a path in `filesystem`. Elsewhere than on this machine `staging`
+        names a local folder for what was not uploaded yet: give the same one after a crash, here or to `recover`.
+
+        Errors: InvalidInput for a setting that cannot be; StorageError where the folder cannot be written or the name
+        is in use.
         """
         if fsync not in ("never", "rotate", "batch"):
             raise InvalidInput(f"fsync is {fsync!r}; it must be never, rotate or batch")
         if rotate_bytes < 1 or (rotate_seconds is not None and rotate_seconds <= 0):
             raise InvalidInput(f"rotate_bytes is {rotate_bytes}, rotate_seconds {rotate_seconds}; both must be above 0")
-        self.folder = Path(folder)
+        if compression not in ("zstd", "none"):
+            raise InvalidInput(f"compression is {compression!r}; it must be zstd or none")
+        self.folder, self._remote = local_and_remote(folder_of(folder, filesystem), staging)
         self.writer = check_writer(unique_writer() if writer is None else writer)
         self._fsync, self._rotate_bytes, self._rotate_seconds = fsync, rotate_bytes, rotate_seconds
+        self._compression = compression
         self._file: FileIO | None = None
         self.recovered: list[Recovered] = []
         self._closed = False
@@ -82,6 +100,10 @@ class SpoolWriter:
                     raise self._name_in_use(place)
                 if recovered is not None:
                     self.recovered.append(recovered)
+        # A number is given once, also where published files are uploaded, or removed as soon as they were read.
+        elsewhere = [] if self._remote is None else self._remote.names()
+        self._next_seq = next_seq([*elsewhere, *(place.name for place in places(self.folder))], self.writer)
+        self._upload()
         self._start()
 
     @property
@@ -117,21 +139,22 @@ class SpoolWriter:
             self._schema, self._started = arrow.schema, time.monotonic()
         self._batches += 1
 
-    def rotate(self) -> Path | None:
-        """Publish what was appended since the last time; returns the file, None where there was nothing.
+    def rotate(self) -> Path | str | None:
+        """Publish what was appended since the last time; returns the file (elsewhere: its address), None for nothing.
 
-        Errors: StorageError; what was acknowledged is safe in the open file then, and rotating may be tried again.
+        Errors: StorageError; what was acknowledged is safe then, and rotating may be tried again.
         """
         self._require_open()
         published = self._publish()
         if published is not None:
             self._start()
-        return published
+        self._upload()
+        return published if published is None or self._remote is None else self._remote.address(published.name)
 
     def close(self) -> None:
         """Publish, and end this writer. Closing twice is no error.
 
-        Errors: StorageError; what was acknowledged is safe in the open file then, for `recover`.
+        Errors: StorageError; what was acknowledged is safe then, for `recover`.
         """
         if self._closed:
             return
@@ -141,6 +164,7 @@ class SpoolWriter:
                 self._drop()
         finally:
             self._release()
+        self._upload()
 
     def __enter__(self) -> SpoolWriter:
         return self
@@ -167,7 +191,8 @@ class SpoolWriter:
         self._end = self._batches = 0
         try:
             while True:
-                self._place = SpoolFile(self.writer, next_seq(self.folder, self.writer), OPEN)
+                seq = max(self._next_seq, next_seq(os.listdir(self.folder), self.writer))
+                self._place, self._next_seq = SpoolFile(self.writer, seq, OPEN), seq + 1
                 self._file = FileIO(self.path, "x+")
                 # A recovery may have taken the empty file for an orphan's in between; then there is another number.
                 if try_lock(self._file.fileno(), self.path) and still_there(self._file.fileno(), self.path):
@@ -230,7 +255,7 @@ class SpoolWriter:
             return None
         target = self.folder / self._place.with_suffix(PUBLISHED).name
         try:
-            publish(self._acknowledged(), target, fsync=self._fsync != "never")
+            publish(self._acknowledged(), target, fsync=self._fsync != "never", compression=self._compression)
         except (OSError, KeptsetError) as error:
             reason = error.strerror or error if isinstance(error, OSError) else error
             raise StorageError(
@@ -242,6 +267,11 @@ class SpoolWriter:
             self.path.unlink()
         self._release()
         return target
+
+    def _upload(self) -> None:
+        """Put published files where the spool is, if that is elsewhere; also those that did not get through before."""
+        if self._remote is not None:
+            upload_published(self.folder, self._remote, self.writer)
 
     def _acknowledged(self) -> Iterator[StoredBatch]:
         """All batches of the open file. Errors: StorageError where some are not there any more."""

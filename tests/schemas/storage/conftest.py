@@ -27,10 +27,11 @@ def batches(batch_of: Callable[..., RolloutBatch]) -> list[RolloutBatch]:
 
 @pytest.fixture
 def ids_in() -> Callable[..., list[str]]:
-    """`ids_in(folder, **settings)`: all rollout_ids a new reader finds."""
+    """`ids_in(folder, **settings)`: all rollout_ids that are stored, as often as they are."""
 
     def read(folder: Path, **settings: object) -> list[str]:
-        return [name for batch in SpoolReader(folder, **settings) for name in batch.rollout_ids]
+        with SpoolReader(folder, **{"duplicates": "keep", **settings}) as reader:
+            return [name for batch in reader for name in batch.rollout_ids]
 
     return read
 

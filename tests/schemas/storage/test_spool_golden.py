@@ -52,7 +52,7 @@ def check(batches: list[RolloutBatch], expected: list[pa.RecordBatch]) -> None:
 
 
 def test_a_spool_of_the_first_release_is_read(golden: Path, expected: list[pa.RecordBatch]) -> None:
-    reader = SpoolReader(golden / "spool")
+    reader = SpoolReader(golden / "spool", duplicates="keep")  # two of its responses were stored twice
     check(list(reader), expected)
     assert reader.position == {"golden": (1, 2)}
 
@@ -64,4 +64,4 @@ def test_an_open_file_of_the_first_release_is_recovered(
     shutil.copytree(golden / "spool", folder)
     (recovered,) = recover(folder)
     assert (recovered.seq, recovered.batches, recovered.damage) == (1, 2, None)
-    check(list(SpoolReader(folder, include_open=False)), expected)
+    check(list(SpoolReader(folder, include_open=False, duplicates="keep")), expected)
