@@ -1,0 +1,228 @@
+"""One framework's half of `keptset bench scoring`, in a process of its own, which prints its measurements as JSON.
+
+Dense and kept ways take turns, each thing is measured several times, and medians are compared.
+
+Legend: T tokens, N kept ids over them, B tokens of a block, C candidates, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from keptset.rollout.cpu_threads import configure, usable_cores
+from keptset.scripts.bench_scoring_case import LARGEST_SET, QUICK, KeptCase, Shape, kept_case
+from keptset.trainer_bridge.scoring import Head, RowSparseHeadGradient, score_from_hidden
+
+BLOCK_TOKENS = 256
+"""Tokens whose logits a dense way holds at once: 156 MB at V = 151936; fewer make the products less efficient."""
+PADDED_TOKENS = 16
+"""Tokens whose padded rows of the head exist at once: 29 MB at H = 896."""
+DENSE_ROUNDS, KEPT_PER_ROUND = 3, 5
+LINEAR_TOKENS = (1024, 4096, 16384, 65536)
+LOGIT_SCALE = 0.02
+
+
+class Bench:
+    """One framework, one shape."""
+
+    def __init__(self, of: Any, shape: Shape) -> None:
+        self.of, self.shape = of, shape
+        self.case = kept_case(shape)
+        self.weight = of.normal([shape.vocab, shape.hidden], LOGIT_SCALE)
+        self.hidden = of.normal([shape.tokens, shape.hidden], 1.0)
+        self.tokens = of.tensor(self.case.token_ids_T)
+        self.logsumexp = of.logsumexp_by_parts
+
+    def blocks(self, step: int = BLOCK_TOKENS) -> list[slice]:
+        return [slice(begin, begin + step) for begin in range(0, self.shape.tokens, step)]
+
+    def choose(self) -> dict[str, Any]:
+        """Threads and logsumexp with which a block of the dense forward pass is fastest here."""
+        tried = {}
+        block = self.blocks()[0]
+        for threads in sorted({1, usable_cores()}):
+            self.of.set_threads(threads)
+            for logsumexp in (self.of.logsumexp_by_parts, self.of.logsumexp_by_operator):
+                tried[threads, logsumexp.__name__] = median(self._forward_blocks([block], logsumexp) for _ in range(3))
+        threads, name = min(tried, key=lambda key: tried[key])
+        self.of.set_threads(threads)
+        self.logsumexp = getattr(self.of, name)
+        return {"threads": threads, "logsumexp": name}
+
+    def _forward_blocks(self, blocks: list[slice], logsumexp: Any) -> float:
+        begin = perf_counter()
+        for block in blocks:
+            self.of.forward_block(self.hidden[block], self.weight, self.tokens[block], logsumexp)
+        return perf_counter() - begin
+
+    def dense_forward(self) -> float:
+        return self._forward_blocks(self.blocks(), self.logsumexp)
+
+    def dense_backward(self, *, head: bool) -> float:
+        begin = perf_counter()
+        head_gradient = self.of.zeros([self.shape.vocab, self.shape.hidden]) if head else None
+        for block in self.blocks():
+            self.of.gradient_block(self.hidden[block], self.weight, self.tokens[block], head_gradient)
+        return perf_counter() - begin
+
+    def padded(self) -> float:
+        """Padding itself is done beforehand: only what a trainer computes is timed."""
+        case, num = self.case, self.shape.tokens
+        sizes = np.diff(case.kept_offsets_T1)
+        candidates = np.zeros((num, LARGEST_SET), np.int64)
+        bias = np.full((num, LARGEST_SET), -np.inf, np.float32)
+        inside = np.arange(LARGEST_SET) < sizes[:, None]
+        candidates[inside], bias[inside] = case.kept_ids_N, 0.0
+        own = (candidates == case.token_ids_T[:, None]).argmax(axis=1)
+        rows = np.arange(num)
+        candidates[rows, own], candidates[:, 0] = candidates[:, 0].copy(), case.token_ids_T
+        candidates_TC, bias_TC = self.of.tensor(candidates), self.of.tensor(bias)
+        begin = perf_counter()
+        for block in self.blocks(PADDED_TOKENS):
+            self.of.padded_block(self.hidden[block], self.weight, candidates_TC[block], bias_TC[block])
+        return perf_counter() - begin
+
+    def kept(self, *, hidden: bool = False, head: str = "", case: KeptCase | None = None, states: Any = None) -> float:
+        """Seconds of scoring over the kept sets: forward, and backward to hidden states and a dense or sparse head."""
+        case = self.case if case is None else case
+        leaves = [(self.hidden if states is None else states).detach(), self.weight.detach()]
+        for leaf, asks in zip(leaves, (hidden, bool(head)), strict=True):
+            self._ask(leaf, asks)
+        sink = RowSparseHeadGradient() if head == "sparse" else None
+        begin = perf_counter()
+        scores = score_from_hidden(
+            leaves[0],
+            Head(weight_VH=leaves[1]),
+            case.token_ids_T,
+            case.kept_offsets_T1,
+            case.kept_ids_N,
+            case.temperature_T,
+            head_gradient=sink,
+        )
+        if hidden or head:
+            scores.logprobs_T.sum().backward()
+        return perf_counter() - begin
+
+    def _ask(self, leaf: Any, asks: bool) -> None:
+        if hasattr(leaf, "stop_gradient"):
+            leaf.stop_gradient = not asks
+        else:
+            leaf.requires_grad_(asks)
+
+    def memory_share(self) -> float:
+        """Peak memory of a pass to hidden states and sparse head beyond inputs and gradients, of the [T, V] logits."""
+        self.kept(hidden=True, head="sparse")
+        rows = len(
+            np.unique(
+                self.case.kept_ids_N[
+                    np.repeat(np.diff(self.case.kept_offsets_T1) > 1, np.diff(self.case.kept_offsets_T1))
+                ]
+            )
+        )
+        returned = 4 * self.shape.hidden * (self.shape.tokens + rows)
+        before = _reset_peak()
+        self.kept(hidden=True, head="sparse")
+        return max(0, _peak() - before - returned) / self.shape.logits_bytes
+
+    def seconds_per_kept_id(self, tokens: int) -> float:
+        case = kept_case(self.shape, tokens)
+        states = self.of.normal([tokens, self.shape.hidden], 1.0)
+        times = [self.kept(hidden=True, case=case, states=states) for _ in range(max(3, min(9, 2**16 // tokens)))]
+        return median(times) / case.num_kept
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def _reset_peak() -> int:
+    """Give free memory back, start the peak anew, and say what is in use."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS:")
+
+
+def _peak() -> int:
+    return _status("VmHWM:")
+
+
+def measure(of: Any, shape: Shape, say: Callable[[str], None]) -> dict[str, Any]:
+    """All numbers of one framework."""
+    bench = Bench(of, shape)
+    bench.kept()
+    say("peak memory")
+    memory_share = bench.memory_share()
+    say("threads of the dense way")
+    chosen = bench.choose()
+    dense: dict[str, list[float]] = {"forward": [], "backward_hidden": [], "backward_head": [], "padded": []}
+    ways: dict[str, dict[str, Any]] = {
+        "forward": {},
+        "backward_hidden": {"hidden": True},
+        "backward_head_dense": {"hidden": True, "head": "dense"},
+        "backward_head_sparse": {"hidden": True, "head": "sparse"},
+    }
+    kept: dict[str, list[float]] = {name: [] for name in ways}
+    for way in ways.values():
+        bench.kept(**way)
+    for number in range(1, DENSE_ROUNDS + 1):
+        say(f"round {number} of {DENSE_ROUNDS}")
+        for name, dense_way in (
+            ("forward", bench.dense_forward),
+            ("backward_hidden", lambda: bench.dense_backward(head=False)),
+            ("backward_head", lambda: bench.dense_backward(head=True)),
+            ("padded", bench.padded),
+        ):
+            dense[name].append(dense_way())
+            for of_kept, way in ways.items():
+                if of_kept.startswith(name) or (name == "padded" and of_kept == "forward"):
+                    kept[of_kept] += [bench.kept(**way) for _ in range(KEPT_PER_ROUND)]
+    say("growth with the number of kept ids")
+    sizes = [tokens for tokens in LINEAR_TOKENS if tokens <= 32 * shape.tokens]
+    per_id = {tokens: bench.seconds_per_kept_id(tokens) for tokens in sizes}
+    dense_s = {name: median(times) for name, times in dense.items()}
+    kept_s = {name: median(times) for name, times in kept.items()}
+    products = {"forward": 1, "backward_hidden": 2, "backward_head": 3}
+    return {
+        "forward_speedup": dense_s["forward"] / kept_s["forward"],
+        "backward_hidden_speedup": dense_s["backward_hidden"] / kept_s["backward_hidden"],
+        "backward_head_dense_speedup": dense_s["backward_head"] / kept_s["backward_head_dense"],
+        "backward_head_sparse_speedup": dense_s["backward_head"] / kept_s["backward_head_sparse"],
+        "padded_speedup": dense_s["padded"] / kept_s["forward"],
+        "memory_share": memory_share,
+        "linearity": max(per_id.values()) / min(per_id.values()),
+        "kept_ids": bench.case.num_kept,
+        "kept_seconds": kept_s,
+        "dense_seconds": dense_s,
+        "dense_gflops": {name: n * shape.product_flops / dense_s[name] / 1e9 for name, n in products.items()},
+        "dense_uses": chosen,
+        "seconds_per_kept_id": {str(tokens): seconds for tokens, seconds in per_id.items()},
+        "version": of.VERSION,
+    }
+
+
+def main() -> None:
+    """See the module."""
+    configure()
+    name, quick = sys.argv[1], "--quick" in sys.argv[2:]
+    of = importlib.import_module(f"keptset.scripts.bench_scoring_{name}")
+    results = measure(
+        of, QUICK if quick else Shape(), lambda text: print(f"{name}: {text}", file=sys.stderr, flush=True)
+    )
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
