@@ -39,15 +39,30 @@ def top_logprobs(logits_BV: Any, kept: KeptSets, counts: Sequence[int]) -> TopLo
     wanted = [0 if row in kept.errors else min(count, int(logits_BV.shape[1])) for row, count in enumerate(counts)]
     if not any(wanted):
         return None
-    ids = [_first(_row(logits_BV, row), count) for row, count in enumerate(wanted) if count]
+    rows = np.flatnonzero(wanted)
+    counts_R = np.asarray(wanted)[rows]
+    if isinstance(logits_BV, np.ndarray) or logits_BV.place.is_cpu_place():
+        logits_BV = logits_BV if isinstance(logits_BV, np.ndarray) else logits_BV.numpy()
+        ids = [_first(logits_BV[row], count) for row, count in zip(rows, counts_R, strict=True)]
+    else:
+        ids = _first_on_device(logits_BV, rows, counts_R)
     offsets_B1, ids_N = offsets_of(wanted), np.concatenate(ids).astype(np.int32)
     logprobs_N = kept.logprobs_of(row_index(offsets_B1), ids_N)
     return TopLogprobs(offsets_B1=offsets_B1, ids_N=ids_N, logprobs_N=logprobs_N)
 
 
-def _row(logits_BV: Any, row: int) -> npt.NDArray[np.floating]:
-    row_V = logits_BV[row]
-    return row_V if isinstance(row_V, np.ndarray) else np.asarray(row_V.numpy())
+def _first_on_device(
+    logits_BV: Any, rows_R: npt.NDArray[np.int64], counts_R: npt.NDArray[np.int64]
+) -> list[npt.NDArray[np.int64]]:
+    """The same for a tensor elsewhere, with one copy to the host; of ids tied at the end any may be listed."""
+    import paddle
+
+    picked = paddle.index_select(logits_BV, paddle.to_tensor(rows_R, place=logits_BV.place))
+    values, ids = paddle.topk(picked, int(counts_R.max()), axis=1)
+    both = paddle.stack([values.astype("float64"), ids.astype("float64")]).numpy()
+    order = np.lexsort((both[1], -both[0]), axis=-1)
+    ordered = np.take_along_axis(both[1].astype(np.int64), order, axis=1)
+    return [row[:count] for row, count in zip(ordered, counts_R, strict=True)]
 
 
 def _first(z_V: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.int64]:

@@ -13,6 +13,7 @@ from keptset.rollout.engine import RolloutEngine  # noqa: E402
 from keptset.rollout.models import Segment, load_decoder  # noqa: E402
 from keptset.rollout.request import Request  # noqa: E402
 from keptset.rollout.speculative import lookup_draft  # noqa: E402
+from keptset.rollout.top_logprobs import _first_on_device  # noqa: E402
 from keptset.schemas.builder import BatchBuilder  # noqa: E402
 from keptset.schemas.errors import InvalidInput  # noqa: E402
 from keptset.schemas.sampling_params import SamplingParams  # noqa: E402
@@ -289,3 +290,11 @@ def test_a_request_that_could_never_have_room_is_refused(decoder):
     engine = RolloutEngine(decoder, EngineConfig(kv_tokens=64))
     with pytest.raises(InvalidInput, match="more than kv_tokens = 64"):
         engine.submit(ask(SamplingParams(max_new_tokens=100)))
+
+
+def test_listing_on_a_device_and_on_the_host_agree():
+    logits = np.random.default_rng(0).normal(size=(4, 200)).astype(np.float32)
+    counts = np.array([3, 7, 1])
+    on_device = _first_on_device(paddle.to_tensor(logits), np.array([0, 2, 3]), counts)
+    for row, count, ids in zip([0, 2, 3], counts, on_device, strict=True):
+        assert ids.tolist() == np.argsort(-logits[row], kind="stable")[:count].tolist()
