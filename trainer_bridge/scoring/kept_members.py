@@ -38,8 +38,11 @@ class KeptMembers:
         segment_L = segment_M[self._here_L]
         self.pairs = Pairs(rows_M=rows_T[plan.active_A][segment_L], ids_M=ids_M[self._here_L])
         self.owned_A: NDArray[np.bool_] = here_M[plan.member_A]
-        self._present_P, starts_P = np.unique(segment_L, return_index=True)
-        self._starts_P1 = np.append(starts_P, len(segment_L))
+        if self._all_here:
+            self._present_P, self._starts_P1 = np.arange(len(plan.active_A)), plan.starts_A1
+        else:
+            self._present_P, starts_P = np.unique(segment_L, return_index=True)
+            self._starts_P1 = np.append(starts_P, len(segment_L))
         self._starts_A1, self._segment_M = plan.starts_A1, hand.ints(segment_M)
         self._segment_L = self._segment_M if self._all_here else hand.ints(segment_L)
         self._owned_O = hand.ints(np.flatnonzero(self.owned_A))
@@ -51,8 +54,10 @@ class KeptMembers:
         self._z_L: Tensor = None
         self._probabilities_L: Tensor = None
 
-    def partial(self, hidden_RH: Tensor, head: Head, scratch_bytes: int) -> tuple[Partial, Tensor]:
-        """What the ids here say about each active token, and the tokens' own logits where they are here (else 0)."""
+    def partial(self, hidden_RH: Tensor, head: Head, scratch_bytes: int, *, entropy: bool) -> tuple[Partial, Tensor]:
+        """What the ids here say about each active token, and the tokens' own logits where they are here (else 0).
+
+        Without `entropy`, the sum that only the entropy needs is left at 0."""
         hand, num = self._hand, len(self.owned_A)
         own_A = hand.floats(np.zeros(num))
         if not len(self._here_L):
@@ -66,12 +71,12 @@ class KeptMembers:
         top_P = hand.segment_max(z_L, self._starts_P1, segment_P)
         s_L = (z_L - hand.take(finite(top_P), segment_P)) / hand.take(self._temperature_A, self._segment_L)
         exp_L = hand.exp(s_L)
-        weighted_L = hand.where(s_L < LOWEST, 0.0, exp_L * s_L)  # 0 * -inf counts as 0
-        part = Partial(
-            top_X=top_P,
-            sum_X=hand.segment_sum(exp_L, self._starts_P1, segment_P),
-            weighted_X=hand.segment_sum(weighted_L, self._starts_P1, segment_P),
-        )
+        sum_P = hand.segment_sum(exp_L, self._starts_P1, segment_P)
+        weighted_P = sum_P * 0.0
+        if entropy:
+            weighted_L = hand.where(s_L < LOWEST, 0.0, exp_L * s_L)  # 0 * -inf counts as 0
+            weighted_P = hand.segment_sum(weighted_L, self._starts_P1, segment_P)
+        part = Partial(top_X=top_P, sum_X=sum_P, weighted_X=weighted_P)
         if len(self._present_P) < num:
             empty = Partial.nothing(hand, num)
             part = Partial(

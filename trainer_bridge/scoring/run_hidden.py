@@ -100,7 +100,7 @@ class _Pass:
         full_T = None if share is None else hand.floats(np.full(plan.num_tokens, np.nan))
         parts: list[tuple[Partial, Tensor]] = []
         if self._kept is not None:
-            parts.append(self._kept.partial(self._hidden_RH, head, self._scratch))
+            parts.append(self._kept.partial(self._hidden_RH, head, self._scratch, entropy=job.entropy))
         if self._full is not None:
             parts.append(self._full.partial())
         if share is not None and len(share.full_F):
