@@ -36,6 +36,10 @@ COMMANDS = {
         "keptset.scripts.import_",
         "Read an engine's recorded output into a spool.",
     ),
+    "archive": (
+        "keptset.scripts.archive",
+        "Write a spool as one Parquet file, or bring it back.",
+    ),
 }
 """Subcommand -> (module, one line of help)."""
 
