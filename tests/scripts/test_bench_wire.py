@@ -142,37 +142,40 @@ def test_packed_numbers_take_their_width_and_no_more(made_up: RolloutBatch) -> N
     assert "kept_logprobs" not in row and "error" not in row
 
 
-def test_reading_a_mapped_uncompressed_batch_copies_nothing(made_up: RolloutBatch, tmp_path: Path) -> None:
-    path = tmp_path / "a.arrow"
-    assert bench_wire.mapped_read_copies(made_up, path) == 0
-    with pa.memory_map(str(path)) as source:
-        mapping = source.read_buffer(source.size())
-        source.seek(0)
-        batch = RolloutBatch.from_arrow(pa.ipc.open_file(source).get_batch(0))
-        here = range(mapping.address, mapping.address + mapping.size)
-        buffers = [buffer for column in batch.arrow.columns for buffer in column.buffers() if buffer is not None]
-        assert all(buffer.address in here for buffer in buffers if buffer.size)
-        assert batch.kept_ids is not None and batch.kept_logprobs is not None and batch.log_kept_mass is not None
-        views = [
-            batch.token_ids.values,
-            batch.token_ids.offsets,
-            batch.log_kept_mass.values,
-            batch.kept_ids.row_offsets,
-            batch.kept_ids.inner.offsets,
-            batch.kept_ids.inner.values,
-            batch.kept_logprobs.inner.values,
-        ]
-        assert all(view.ctypes.data in here for view in views)
+def mapped_ranges(path: Path) -> list[range]:
+    """Addresses at which this process has the file mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in lines if line.endswith(str(path))]
+    return [range(int(start, 16), int(stop, 16)) for start, stop in spans]
+
+
+def test_reading_an_uncompressed_spool_copies_nothing(made_up: RolloutBatch, tmp_path: Path) -> None:
+    assert bench_wire.mapped_read_copies(made_up, tmp_path / "spool") == 0
+    (path,) = (tmp_path / "spool").glob("*.arrow")
+    (batch,) = SpoolReader(tmp_path / "spool")
+    mapped = mapped_ranges(path)
+    assert mapped
+    buffers = [buffer for column in batch.arrow.columns for buffer in column.buffers() if buffer is not None]
+    assert all(any(buffer.address in part for part in mapped) for buffer in buffers if buffer.size)
+    assert batch.kept_ids is not None and batch.kept_logprobs is not None and batch.log_kept_mass is not None
+    views = [
+        batch.token_ids.values,
+        batch.token_ids.offsets,
+        batch.log_kept_mass.values,
+        batch.kept_ids.row_offsets,
+        batch.kept_ids.inner.offsets,
+        batch.kept_ids.inner.values,
+        batch.kept_logprobs.inner.values,
+    ]
+    assert all(any(view.ctypes.data in part for part in mapped) for view in views)
 
 
 def test_a_copy_would_be_counted(made_up: RolloutBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def copying(data: pa.RecordBatch) -> RolloutBatch:
-        made.append(RolloutBatch(data.take(pa.array(range(len(data)))), made_up.identity))
-        return made[-1]
+        return RolloutBatch(data.take(pa.array(range(len(data)))), made_up.identity)
 
-    made: list[RolloutBatch] = []
     monkeypatch.setattr(RolloutBatch, "from_arrow", copying)
-    assert bench_wire.mapped_read_copies(made_up, tmp_path / "a.arrow") > made_up.arrow.nbytes // 2
+    assert bench_wire.mapped_read_copies(made_up, tmp_path / "spool") > made_up.arrow.nbytes // 2
 
 
 def test_every_encoding_tried_is_reported_at_every_level(made_up: RolloutBatch) -> None:
