@@ -32,6 +32,14 @@ class Paddle:
         tensor.stop_gradient = not gradient
         return tensor
 
+    def index(self, positions: Any) -> Any:
+        """Of tensors."""
+        return self.module.to_tensor(np.asarray(positions, np.int64))
+
+    def gather(self, tensor: Any, positions: Any) -> Any:
+        """Rows of a tensor; a row may be named more than once, or none."""
+        return self.module.gather(tensor, self.index(positions))
+
     def host(self, tensor: Any) -> np.ndarray:
         return tensor.detach().astype("float64").numpy()
 
@@ -40,6 +48,35 @@ class Paddle:
 
     def has_graph(self, tensor: Any) -> bool:
         return not tensor.stop_gradient
+
+    def clear_gradient(self, leaf: Any) -> None:
+        leaf.clear_gradient()
+
+    def linear(self, weight: np.ndarray, bias: np.ndarray) -> Any:
+        """A linear layer as the framework's users have it; Paddle lays its weight out as [in, out]."""
+        made = self.module.nn.Linear(weight.shape[1], weight.shape[0])
+        made.weight.set_value(weight.T.astype(np.float32))
+        made.bias.set_value(bias.astype(np.float32))
+        return made
+
+    def mixed_precision(self) -> Any:
+        if not self.module.device.is_compiled_with_cuda() or not self.module.device.cuda.device_count():
+            pytest.skip("Paddle's mixed precision needs a GPU")
+        return self.module.amp.auto_cast(level="O2", dtype="bfloat16")
+
+    def allocated(self) -> int:
+        """Bytes of tensors on the host, where the framework tells; else 0."""
+        return int(self.module.base.core.host_memory_stat_current_value("Allocated", 0))
+
+    def peak_bytes(self, run: Callable[[], None]) -> int:
+        """The most bytes of tensors that a call adds at any time."""
+        core = self.module.base.core
+        if not hasattr(core, "host_memory_stat_reset_peak_value"):
+            pytest.skip("Paddle 2.6 cannot measure the peak of one call")
+        core.host_memory_stat_reset_peak_value("Allocated", 0)
+        before = self.allocated()
+        run()
+        return int(core.host_memory_stat_peak_value("Allocated", 0)) - before
 
     def dtype(self, tensor: Any) -> str:
         return str(tensor.dtype).split(".")[-1]
@@ -56,6 +93,12 @@ class Torch:
     def tensor(self, array: Any, dtype: str = "float32", *, gradient: bool = False) -> Any:
         return self.module.tensor(np.asarray(array), dtype=getattr(self.module, dtype)).requires_grad_(gradient)
 
+    def index(self, positions: Any) -> Any:
+        return self.module.tensor(np.asarray(positions, np.int64))
+
+    def gather(self, tensor: Any, positions: Any) -> Any:
+        return tensor[self.index(positions)]
+
     def host(self, tensor: Any) -> np.ndarray:
         return tensor.detach().double().numpy()
 
@@ -64,6 +107,36 @@ class Torch:
 
     def has_graph(self, tensor: Any) -> bool:
         return tensor.requires_grad
+
+    def clear_gradient(self, leaf: Any) -> None:
+        leaf.grad = None
+
+    def linear(self, weight: np.ndarray, bias: np.ndarray) -> Any:
+        made = self.module.nn.Linear(weight.shape[1], weight.shape[0])
+        made.load_state_dict({"weight": self.tensor(weight), "bias": self.tensor(bias)})
+        return made
+
+    def mixed_precision(self) -> Any:
+        return self.module.autocast("cpu", dtype=self.module.bfloat16)
+
+    def allocated(self) -> int:
+        return 0
+
+    def largest_tensor(self, run: Callable[[], None], besides: tuple[tuple[int, ...], ...]) -> int:
+        """Bytes of the largest tensor that any operation of a call makes, beside those of the given shapes."""
+        torch, sizes = self.module, [0]
+
+        class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                out = func(*args, **(kwargs or {}))
+                for value in out if isinstance(out, tuple | list) else [out]:
+                    if isinstance(value, torch.Tensor) and tuple(value.shape) not in besides:
+                        sizes.append(value.nbytes)
+                return out
+
+        with Watch():
+            run()
+        return max(sizes)
 
     def dtype(self, tensor: Any) -> str:
         return str(tensor.dtype).split(".")[-1]
@@ -76,6 +149,9 @@ class NumPy:
 
     def tensor(self, array: Any, dtype: str = "float64", *, gradient: bool = False) -> Any:
         return np.asarray(array, np.float64 if dtype == "bfloat16" else dtype)
+
+    def gather(self, tensor: Any, positions: Any) -> Any:
+        return tensor[positions]
 
     def host(self, tensor: Any) -> np.ndarray:
         return np.asarray(tensor, np.float64)

@@ -1,4 +1,4 @@
-"""Scores over kept sets against the float64 oracle, in NumPy and in Paddle."""
+"""Scores over kept sets against the float64 oracle, in every framework."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import paddle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,39 +24,31 @@ from keptset.trainer_bridge.scoring import (
     score_full_vocabulary,
 )
 
-TENSORS = {"numpy": lambda array: array, "paddle": lambda array: paddle.to_tensor(array.astype(np.float32))}
-TOLERANCE = {"numpy": 1e-6, "paddle": 2e-5}
-"""b is recorded in float32; Paddle also sums in float32."""
-
-
-def host(values: Any) -> np.ndarray:
-    return values.numpy() if isinstance(values, paddle.Tensor) else values
-
-
-@pytest.fixture(params=list(TENSORS))
-def framework(request: pytest.FixtureRequest) -> str:
-    return request.param
+TOLERANCE = {"numpy": 1e-6, "paddle": 2e-5, "torch": 2e-5}
+"""b is recorded in float32; Paddle and torch also sum in float32."""
 
 
 @pytest.mark.parametrize("layout", ["left", "right", "packed"])
-def test_equal_weights_score_what_was_recorded(world: Any, framework: str, layout: str) -> None:
+def test_equal_weights_score_what_was_recorded(world: Any, anywhere: Any, layout: str) -> None:
     if layout == "packed":
         aligned, logits = to_packed(world.batch), world.packed_logits()
     else:
         aligned = to_padded(world.batch, pad_token_id=0, side=layout, length=20)
         logits = world.padded_logits(layout, 20)
-    scores = score_aligned(aligned, TENSORS[framework](logits), full_share=1.0)
-    logprobs = host(scores.logprobs_T)
-    np.testing.assert_allclose(logprobs, world.oracle_scores(), rtol=0, atol=TOLERANCE[framework])
-    np.testing.assert_allclose(logprobs, aligned.tokens.behavior_logprobs_T, rtol=0, atol=TOLERANCE[framework])
+    scores = score_aligned(aligned, anywhere.tensor(logits), full_share=1.0)
+    logprobs = anywhere.host(scores.logprobs_T)
+    np.testing.assert_allclose(logprobs, world.oracle_scores(), rtol=0, atol=TOLERANCE[anywhere.name])
+    np.testing.assert_allclose(logprobs, aligned.tokens.behavior_logprobs_T, rtol=0, atol=TOLERANCE[anywhere.name])
     measured = aligned.tokens.temperature_T > 0
     np.testing.assert_allclose(
-        host(scores.log_kept_mass_T)[measured],
+        anywhere.host(scores.log_kept_mass_T)[measured],
         aligned.tokens.log_kept_mass_T[measured],
         rtol=0,
-        atol=TOLERANCE[framework],
+        atol=TOLERANCE[anywhere.name],
     )
-    assert np.isnan(host(scores.full_logprobs_T)[~measured]).all(), "greedy tokens have no full-vocabulary score"
+    assert np.isnan(anywhere.host(scores.full_logprobs_T)[~measured]).all(), (
+        "greedy tokens have no full-vocabulary score"
+    )
     assert scores.over == "kept"
 
 
@@ -69,21 +60,23 @@ def test_reading_one_position_off_would_be_seen(world: Any, offset: int) -> None
     assert np.median(off[packed.tokens.kept_sizes_T > 1]) > 0.1
 
 
-def test_logits_made_in_chunks_score_the_same(world: Any, framework: str) -> None:
+def test_logits_made_in_chunks_score_the_same(world: Any, anywhere: Any) -> None:
     packed = to_packed(world.batch)
-    logits = TENSORS[framework](world.packed_logits())
+    logits = anywhere.tensor(world.packed_logits())
     whole = score_aligned(packed, logits, full_share=0.3, entropy=True)
     asked: list[int] = []
 
     def logits_of(positions: np.ndarray) -> Any:
         asked.append(len(positions))
         assert len(positions) <= 3
-        return logits[positions] if framework == "numpy" else paddle.gather(logits, paddle.to_tensor(positions))
+        return anywhere.gather(logits, positions)
 
     parts = score_aligned(packed, logits_of, full_share=0.3, entropy=True, max_elements=3 * world.vocab_size)
     assert len(asked) > 2
     for name in ("logprobs_T", "full_logprobs_T", "entropy_T"):
-        np.testing.assert_allclose(host(getattr(parts, name)), host(getattr(whole, name)), rtol=0, atol=1e-6)
+        np.testing.assert_allclose(
+            anywhere.host(getattr(parts, name)), anywhere.host(getattr(whole, name)), rtol=0, atol=1e-6
+        )
 
 
 def test_tokens_with_one_kept_id_ask_for_no_logits(simulate: Callable[..., Any], rng: np.random.Generator) -> None:
@@ -121,15 +114,17 @@ def test_a_chunk_of_another_shape_is_refused(world: Any) -> None:
 
 
 def test_full_vocabulary_scores_are_asked_for_by_name_and_say_so(
-    simulate: Callable[..., Any], rng: np.random.Generator, framework: str
+    simulate: Callable[..., Any], rng: np.random.Generator, anywhere: Any
 ) -> None:
     world = simulate(rng, [SamplingParams(top_p=0.7), SamplingParams(top_k=3, temperature=0.5, repetition_penalty=1.4)])
     packed = to_packed(world.batch)
-    scores = score_aligned_full_vocabulary(packed, TENSORS[framework](world.packed_logits()))
+    scores = score_aligned_full_vocabulary(packed, anywhere.tensor(world.packed_logits()))
     assert scores.over == "full"
-    np.testing.assert_allclose(host(scores.logprobs_T), world.oracle_full_scores(), rtol=0, atol=TOLERANCE[framework])
+    np.testing.assert_allclose(
+        anywhere.host(scores.logprobs_T), world.oracle_full_scores(), rtol=0, atol=TOLERANCE[anywhere.name]
+    )
     recorded = packed.tokens.behavior_logprobs_T + packed.tokens.log_kept_mass_T
-    np.testing.assert_allclose(host(scores.logprobs_T), recorded, rtol=0, atol=TOLERANCE[framework])
+    np.testing.assert_allclose(anywhere.host(scores.logprobs_T), recorded, rtol=0, atol=TOLERANCE[anywhere.name])
 
 
 RAGGED = st.integers(0, 2**32 - 1)
@@ -238,45 +233,45 @@ def test_kept_entropy_is_that_of_the_renormalised_distribution(seed: int) -> Non
         assert got[t] == pytest.approx(-np.sum(p * np.log(p)), abs=1e-9)
 
 
-def test_a_kept_id_that_the_trainer_bans_adds_nothing_to_the_entropy(framework: str) -> None:
+def test_a_kept_id_that_the_trainer_bans_adds_nothing_to_the_entropy(anywhere: Any) -> None:
     # Wide enough for vector instructions, whose exp(-inf) need not be 0.
-    logits = TENSORS[framework](np.array([[0.0, *[-np.inf] * 40, 0.0]] * 2))
+    logits = anywhere.tensor(np.array([[0.0, *[-np.inf] * 40, 0.0]] * 2))
     kept = np.arange(42)
     scores = score_from_logits(logits, [0, 0], [0, 42, 42], kept, [1.0, 1.0], full_T=[False, True], entropy=True)
-    np.testing.assert_allclose(host(scores.entropy_T), np.log([2, 2]), rtol=1e-6)
-    np.testing.assert_allclose(host(scores.logprobs_T), -np.log([2, 2]), rtol=1e-6)
+    np.testing.assert_allclose(anywhere.host(scores.entropy_T), np.log([2, 2]), rtol=1e-6)
+    np.testing.assert_allclose(anywhere.host(scores.logprobs_T), -np.log([2, 2]), rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_the_error_is_that_of_rounding_logits_once(dtype: str) -> None:
+def test_the_error_is_that_of_rounding_logits_once(trainer: Any, dtype: str) -> None:
     case = ragged(3, tokens=60, vocab_size=300)
-    logits = paddle.to_tensor(case["logits_RV"]).astype(dtype)
-    rounded = case | {"logits_RV": logits.astype("float64").numpy()}
+    logits = trainer.tensor(case["logits_RV"], dtype)
+    rounded = case | {"logits_RV": trainer.host(logits)}
     scores = score_from_logits(**case | {"logits_RV": logits})
-    assert scores.logprobs_T.dtype == (paddle.float64 if dtype == "float64" else paddle.float32)
+    assert trainer.dtype(scores.logprobs_T) == ("float64" if dtype == "float64" else "float32")
     atol = 1e-12 if dtype == "float64" else 2e-5
-    np.testing.assert_allclose(scores.logprobs_T.numpy(), oracle(rounded), rtol=0, atol=atol)
+    np.testing.assert_allclose(trainer.host(scores.logprobs_T), oracle(rounded), rtol=0, atol=atol)
 
 
-def test_large_logits_neither_overflow_nor_lose_their_difference(framework: str) -> None:
-    logits = TENSORS[framework](np.array([[300.0, 299.0, -300.0], [3e38, 3e38, -3e38]]))
+def test_large_logits_neither_overflow_nor_lose_their_difference(anywhere: Any) -> None:
+    logits = anywhere.tensor(np.array([[300.0, 299.0, -300.0], [3e38, 3e38, -3e38]]))
     scores = score_from_logits(logits, [1, 0], [0, 2, 5], [0, 1, 0, 1, 2], [1.0, 0.5])
-    np.testing.assert_allclose(host(scores.logprobs_T), [-1.3132616875182228, -np.log(2)], rtol=1e-6)
+    np.testing.assert_allclose(anywhere.host(scores.logprobs_T), [-1.3132616875182228, -np.log(2)], rtol=1e-6)
 
 
 @pytest.mark.parametrize("vocab_size", [49_152, 49_153, 511, 513])
-def test_a_wide_vocabulary_costs_no_accuracy(framework: str, vocab_size: int) -> None:
+def test_a_wide_vocabulary_costs_no_accuracy(anywhere: Any, vocab_size: int) -> None:
     logits = np.random.default_rng(0).normal(0, 3, (4, vocab_size)).astype(np.float32)
-    scores = score_full_vocabulary(TENSORS[framework](logits), [0, 7, 400, 510], np.ones(4))
+    scores = score_full_vocabulary(anywhere.tensor(logits), [0, 7, 400, 510], np.ones(4))
     expected = [reference.score(row, None, token, 1.0) for row, token in zip(logits, [0, 7, 400, 510], strict=True)]
-    np.testing.assert_allclose(host(scores.logprobs_T), expected, rtol=0, atol=4e-6)
+    np.testing.assert_allclose(anywhere.host(scores.logprobs_T), expected, rtol=0, atol=4e-6)
 
 
 @pytest.mark.parametrize("kept", [512, 5_000, 49_151])
-def test_a_wide_kept_set_costs_no_accuracy(framework: str, kept: int) -> None:
+def test_a_wide_kept_set_costs_no_accuracy(anywhere: Any, kept: int) -> None:
     logits = np.random.default_rng(0).normal(0, 3, (2, 49_152)).astype(np.float32)
     scores = score_from_logits(
-        TENSORS[framework](logits),
+        anywhere.tensor(logits),
         [0, 400],
         [0, kept, 2 * kept],
         np.tile(np.arange(kept), 2),
@@ -285,8 +280,8 @@ def test_a_wide_kept_set_costs_no_accuracy(framework: str, kept: int) -> None:
     )
     for t, token in enumerate([0, 400]):
         logp = logits[t, :kept].astype(np.float64) - reference.logsumexp(logits[t, :kept])
-        assert host(scores.logprobs_T)[t] == pytest.approx(logp[token], abs=4e-6)
-        assert host(scores.entropy_T)[t] == pytest.approx(-np.sum(np.exp(logp) * logp), abs=4e-6)
+        assert anywhere.host(scores.logprobs_T)[t] == pytest.approx(logp[token], abs=4e-6)
+        assert anywhere.host(scores.entropy_T)[t] == pytest.approx(-np.sum(np.exp(logp) * logp), abs=4e-6)
 
 
 def base(**changes: Any) -> dict[str, Any]:
@@ -321,17 +316,17 @@ def test_a_violation_stops_the_call_and_names_the_token(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VIOLATIONS)
-def test_an_excluded_violation_is_marked_and_leaves_no_number(name: str, framework: str) -> None:
+def test_an_excluded_violation_is_marked_and_leaves_no_number(name: str, anywhere: Any) -> None:
     changes, kind = VIOLATIONS[name]
     if kind is FindingKind.EMPTY_SET:
         changes = changes | {"kept_ids_N": [1, 2, 3, 4]}
     case = base(**changes)
-    case["logits_RV"] = TENSORS[framework](case["logits_RV"])
+    case["logits_RV"] = anywhere.tensor(case["logits_RV"])
     scores = score_from_logits(**case, on_violation="exclude", entropy=True, full_share=1.0)
     assert scores.violations.counts() == {kind.value: 1}
     assert scores.violations.bad_T.tolist() == [True, False]
     for values in (scores.logprobs_T, scores.entropy_T, scores.full_logprobs_T):
-        assert np.isnan(host(values)).tolist() == [True, False]
+        assert np.isnan(anywhere.host(values)).tolist() == [True, False]
 
 
 def test_a_violation_in_a_batch_is_named_by_rollout_and_position(world: Any) -> None:
@@ -383,9 +378,9 @@ def test_what_cannot_be_scored_honestly_is_refused_by_name(
         score_from_logits(**base(**changes))
 
 
-def test_integer_tensors_are_refused_too() -> None:
+def test_integer_tensors_are_refused_too(trainer: Any) -> None:
     with pytest.raises(InvalidInput, match="floating point"):
-        score_from_logits(**base(logits_RV=paddle.zeros([2, 6], "int64")))
+        score_from_logits(**base(logits_RV=trainer.tensor(np.zeros((2, 6)), "int64")))
 
 
 def test_full_vocabulary_scores_refuse_greedy_and_strange_tokens() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -412,3 +413,72 @@ def test_gradients_in_half_precision_are_the_exact_ones_rounded_once(
             # Paddle 2.6 cuts off some of what it should round.
             np.testing.assert_allclose(trainer.host(leaf.grad), expected, rtol=2 * unit, atol=1e-5)
             assert leaf.grad.dtype == leaf.dtype
+
+
+def test_mixed_precision_around_the_call_narrows_nothing(trainer: Any, case: dict[str, Any], arrays: Any) -> None:
+    results = []
+    for around in (contextlib.nullcontext(), trainer.mixed_precision()):
+        hidden, weight, _ = leaves(trainer, arrays)
+        with around:
+            scores = score_from_hidden(hidden, Head(weight_VH=weight), **case)
+            backward(trainer, scores, np.ones(TOKENS))
+        results.append([trainer.host(values) for values in (scores.logprobs_T, hidden.grad, weight.grad)])
+    for plain, within in zip(*results, strict=True):
+        np.testing.assert_array_equal(plain, within)
+
+
+def test_a_head_that_was_overwritten_before_backward_is_refused_by_torch(case: dict[str, Any], arrays: Any) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed; `make test-torch` has it")
+    hidden, weight, _ = (torch.tensor(array, requires_grad=True) for array in arrays)
+    scores = score_from_hidden(hidden, Head(weight_VH=weight), **case)
+    with torch.no_grad():
+        weight.add_(1.0)  # an optimizer step too early
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        scores.logprobs_T.sum().backward()
+
+
+def test_modules_parameters_are_taken_as_they_are(trainer: Any, case: dict[str, Any], arrays: Any) -> None:
+    h, w, b = arrays
+    linear = trainer.linear(w, b)
+    weight = linear.weight.T if trainer.name == "paddle" else linear.weight
+    hidden = trainer.tensor(h, gradient=True)
+    scores = score_from_hidden(hidden, Head(weight_VH=weight, bias_V=linear.bias), **case)
+    backward(trainer, scores, np.ones(TOKENS))
+    d = logit_gradient(h @ w.T + b, case, np.ones(TOKENS))
+    expected = d.T @ h if trainer.name == "torch" else h.T @ d
+    np.testing.assert_allclose(trainer.host(linear.weight.grad), expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(trainer.host(linear.bias.grad), d.sum(0), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["kept", "full"])
+@pytest.mark.parametrize("scratch_bytes", [1 << 17, 1 << 19])
+def test_working_memory_stays_within_its_bound(
+    trainer: Any, kind: str, scratch_bytes: int, rng: np.random.Generator
+) -> None:
+    # The [T, V] logits would be 6 MB, the rows of the head for all pairs as much.
+    tokens, vocab, hidden_size = 500, 3000, 64
+    sizes = np.full(tokens, 50 if kind == "kept" else 0)
+    sets = [np.sort(rng.choice(vocab, size, replace=False)) for size in sizes]
+    case = {
+        "token_ids_T": np.array([kept[0] if len(kept) else 7 for kept in sets]),
+        "kept_offsets_T1": np.cumsum([0, *sizes]),
+        "kept_ids_N": np.concatenate(sets).astype(np.int64),
+        "temperature_T": np.ones(tokens),
+        "full_T": sizes == 0,
+    }
+    hidden = trainer.tensor(rng.normal(size=(tokens, hidden_size)), gradient=True)
+    weight = trainer.tensor(rng.normal(size=(vocab, hidden_size)), gradient=True)
+
+    def both_ways() -> None:
+        score_from_hidden(
+            hidden, Head(weight_VH=weight), **case, scratch_bytes=scratch_bytes
+        ).logprobs_T.sum().backward()
+
+    gradients = 4 * hidden_size * (tokens + vocab)
+    numbers = 100 * max(tokens, sizes.sum())  # what is kept per token and kept id: indices, logits, probabilities
+    if trainer.name == "paddle":
+        peak = trainer.peak_bytes(both_ways)
+        assert peak - gradients - numbers <= scratch_bytes
+    else:
+        largest = trainer.largest_tensor(both_ways, besides=((tokens, hidden_size), (vocab, hidden_size)))
+        assert largest <= max(scratch_bytes, 8 * sizes.sum())
