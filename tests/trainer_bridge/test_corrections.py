@@ -60,6 +60,25 @@ def test_each_correction_does_to_each_response_what_the_oracle_does(
             assert done.report.dropped_responses == sum(e.dropped_sequences for e in expected)
 
 
+@pytest.mark.parametrize("name", [Mask, Reject])
+def test_a_ratio_on_a_bound_is_within_it(name: Any) -> None:
+    d = ratios_of([math.log(2.0)], [math.log(0.25)])
+    assert weights(correct(d, name(level="token", lower=0.25, upper=2.0))) == [2.0, 0.25]
+    done = correct(d, Truncate(level="token", upper=2.0))
+    assert weights(done) == [2.0, 0.25]
+    assert done.report.steps[0].tokens == 0, "nothing had to be cut"
+
+
+def test_a_bound_that_is_not_given_bounds_nothing() -> None:
+    d = ratios_of([-20.0], [20.0])
+    assert weights(correct(d, Mask(level="token", upper=2.0), weights="one")) == [1, 0]
+    assert weights(correct(d, Mask(level="token", lower=0.5), weights="one")) == [0, 1]
+    assert weights(correct(d, Reject(level="sequence", upper=2.0), weights="one")) == [1, 0]
+    assert weights(correct(d, Truncate(level="token", upper=0.5))) == [round(math.exp(-20), 6), 0.5]
+    step = correct(d, Truncate(level="token", upper=0.5)).report.steps[0]
+    assert (step.lower, step.upper) == (0.0, 0.5)
+
+
 def test_without_a_step_every_token_weighs_one() -> None:
     assert correct(ratios_of([3.0, -3.0])).weights_T.tolist() == [1.0, 1.0]
 

@@ -179,6 +179,10 @@ def test_weights_multiply_the_objective_and_dropped_tokens_stay_in_the_denominat
     assert float(done.value) == pytest.approx(-np.sum(weights.weights_T * expected) / 8)
     assert done.gradient_T[4] == 0
     assert (done.report.entries, done.report.dropped, done.report.tokens) == (8, 1, 8)
+    assert (done.report.clipped_above, done.report.clipped_below) == (1, 2), "a dropped token is clipped nowhere"
+    flat = done.report.flat()
+    assert flat["ppo_clip_token/clipped_above_share"] == pytest.approx(1 / 7)
+    assert flat["ppo_clip_token/clipped_below_share"] == pytest.approx(2 / 7)
 
 
 def test_a_rejected_response_has_no_gradient_and_leaves_the_others_theirs() -> None:
@@ -262,6 +266,7 @@ def test_clipped_entries_are_counted_by_side() -> None:
     assert (report.clipped_above, report.clipped_below, report.clipped_dual) == (1, 2, 1)
     flat = report.flat("train/")
     assert flat["train/dual_clip_token/clipped_below_share"] == 0.25
+    assert flat["train/dual_clip_token/clipped_dual_share"] == 0.125
     assert flat["train/dual_clip_token/entries"] == 8
 
 
@@ -270,9 +275,16 @@ def test_advantages_may_be_given_per_token() -> None:
     assert float(spread.value) == float(ppo_clip_loss(ratios_of(DELTA), ADVANTAGES).value)
 
 
+def test_a_lower_bound_of_zero_clips_nothing_below() -> None:
+    d = ratios_of(np.array([-30.0]), [0])
+    done = ppo_clip_loss(d, [-1.0], clip_lower=1.0)
+    assert float(done.value) == pytest.approx(math.exp(-30))
+    assert (done.gradient_T[0], done.report.clipped_below) == (pytest.approx(math.exp(-30)), 0)
+
+
 def test_an_unbounded_ratio_is_refused_and_its_response_named() -> None:
-    d = ratios_of(np.array([0.0, 200.0]), [0, 1])
-    with pytest.raises(InvalidInput, match=r"token ratio of response 1 is exp\(200.0\).*dual_clip_loss"):
+    d = ratios_of(np.array([0.0, 1000.0]), [0, 1])
+    with pytest.raises(InvalidInput, match=r"token ratio of response 1 is exp\(1000.0\).*dual_clip_loss"):
         ppo_clip_loss(d, [1.0, -1.0])
     assert float(ppo_clip_loss(d, [1.0, 1.0]).value) == pytest.approx(-1.1)
     assert float(dual_clip_loss(d, [1.0, -1.0]).value) == pytest.approx(1.0)
@@ -299,7 +311,8 @@ def test_an_unbounded_ratio_is_refused_and_its_response_named() -> None:
         (lambda d: ppo_clip_loss(d, np.ones(3), clip_lower=1.5), "clip_lower is 1.5"),
         (lambda d: ppo_clip_loss(d, np.ones(3), clip_upper=-0.1), "clip_upper -0.1"),
         (lambda d: cispo_loss(d, np.ones(3), clip_upper=math.inf), "clip_upper inf"),
-        (lambda d: dual_clip_loss(d, np.ones(3), dual=1.1), "dual is 1.1"),
+        (lambda d: dual_clip_loss(d, np.ones(3), dual=1.2), "dual is 1.2"),
+        (lambda d: dual_clip_loss(d, np.ones(3), dual=math.inf), "dual is inf"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(call: Any, told: str) -> None:

@@ -14,47 +14,48 @@ from keptset.schemas.errors import InvalidInput
 from keptset.trainer_bridge.alignment import to_packed
 from keptset.trainer_bridge.staleness import staleness_weights, staleness_weights_of, version_lag
 
-VERSIONS = [7, 5, 6, 3, 7]
+VERSIONS = [7, 5, 6, 3, 5]
 ROWS = [0, 0, 1, 1, 2]
 
 
 def test_within_the_bound_every_token_weighs_one() -> None:
     weighed = staleness_weights(VERSIONS, ROWS, 7, max_lag=4)
     assert weighed.weights_T.tolist() == [1.0] * 5
-    assert weighed.lag_T.tolist() == [0, 2, 1, 4, 0]
+    assert weighed.lag_T.tolist() == [0, 2, 1, 4, 2]
     assert weighed.report.tokens_beyond == 0
 
 
 def test_a_token_beyond_the_bound_is_dropped_and_counted() -> None:
     weighed = staleness_weights(VERSIONS, ROWS, 7, max_lag=1)
-    assert weighed.weights_T.tolist() == [1, 0, 1, 0, 1]
+    assert weighed.weights_T.tolist() == [1, 0, 1, 0, 0]
     report = weighed.report
-    assert (report.tokens_beyond, report.responses_beyond, report.tokens_dropped) == (2, 2, 2)
-    assert report.tokens_by_lag == {0: 2, 1: 1, 2: 1, 4: 1}
-    assert report.mean_lag == pytest.approx(7 / 5)
+    assert (report.tokens_beyond, report.responses_beyond) == (3, 3)
+    assert (report.tokens_dropped, report.tokens_down_weighted) == (3, 0)
+    assert report.tokens_by_lag == {0: 1, 1: 1, 2: 2, 4: 1}
+    assert report.mean_lag == pytest.approx(9 / 5)
     assert report.max_lag_seen == 4
 
 
 def test_a_token_beyond_the_bound_may_weigh_less_the_older_it_is() -> None:
     weighed = staleness_weights(VERSIONS, ROWS, 7, max_lag=1, beyond="down_weight", decay=0.5)
-    assert weighed.weights_T.tolist() == [1, 0.5, 1, 0.125, 1]
-    assert (weighed.report.tokens_down_weighted, weighed.report.tokens_dropped) == (2, 0)
+    assert weighed.weights_T.tolist() == [1, 0.5, 1, 0.125, 0.5]
+    assert (weighed.report.tokens_down_weighted, weighed.report.tokens_dropped) == (3, 0)
 
 
 def test_counting_alone_changes_no_weight() -> None:
     weighed = staleness_weights(VERSIONS, ROWS, 7, max_lag=1, beyond="keep")
     assert weighed.weights_T.tolist() == [1.0] * 5
-    assert weighed.report.tokens_beyond == 2
+    assert weighed.report.tokens_beyond == 3
 
 
 @pytest.mark.parametrize(
     ("beyond", "expected"), [("drop", [0, 0, 0, 0, 1]), ("down_weight", [0.5, 0.5, 0.125, 0.125, 1])]
 )
 def test_per_response_the_oldest_token_decides(beyond: Any, expected: list[float]) -> None:
-    weighed = staleness_weights(VERSIONS, ROWS, 7, max_lag=1, beyond=beyond, per="response")
+    weighed = staleness_weights([7, 5, 6, 3, 6], ROWS, 7, max_lag=1, beyond=beyond, per="response")
     assert weighed.weights_T.tolist() == expected
-    assert weighed.report.tokens_beyond == 4
-    assert weighed.report.tokens_by_lag == {0: 2, 1: 1, 2: 1, 4: 1}, "lags are counted as they are"
+    assert (weighed.report.tokens_beyond, weighed.report.responses_beyond) == (4, 2)
+    assert weighed.report.tokens_by_lag == {0: 1, 1: 2, 2: 1, 4: 1}, "lags are counted as they are"
 
 
 def test_an_unknown_version_stops_the_call_unless_told_otherwise() -> None:
@@ -119,6 +120,7 @@ def test_weights_never_grow_with_age(versions: list[int], max_lag: int, beyond: 
         ({"max_lag": 0, "per": "batch"}, "per is 'batch'"),
         ({"max_lag": 0, "unknown": "guess"}, "unknown is 'guess'"),
         ({"max_lag": 0, "decay": 1.0}, "decay is 1.0"),
+        ({"max_lag": 0, "decay": 0.0}, "decay is 0.0"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], told: str) -> None:
