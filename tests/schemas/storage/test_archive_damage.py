@@ -263,6 +263,16 @@ def test_a_guarded_source_reads_next_to_nothing_twice() -> None:
     assert raw.reads == [5_100]
 
 
+def test_an_abandoned_sink_writes_nothing_more() -> None:
+    """Arrow's writer puts a footer behind anything when it is closed, and a full disk would refuse that once more."""
+    raw = Raw()
+    sink = GuardedSink(raw)
+    sink.write(b"PAR1")
+    sink.abandon()
+    assert sink.write(b"footer") == 6
+    assert raw.content == b"PAR1"
+
+
 def test_a_file_that_becomes_shorter_while_it_is_read_is_noticed() -> None:
     raw = Raw(guarded(bytes(10_000), []))
     source = GuardedSource(raw, "it")
