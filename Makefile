@@ -11,15 +11,17 @@ unexport PYTHONPATH
 
 VENV := .venv
 VENV_GPU := .venv-gpu
+VENV_TORCH := .venv-torch
 
 # An environment is ready for as long as what it was made from has not changed.
-KEY := $(shell (echo '$(PYTHON)'; cat pyproject.toml hatch_build.py tests/oldest.txt) | cksum | cut -d' ' -f1)
+KEY := $(shell (echo '$(PYTHON)'; cat pyproject.toml hatch_build.py tests/oldest.txt tests/torch.txt) | cksum | cut -d' ' -f1)
 READY_DEMO := $(VENV)/.ready-demo-$(KEY)
 READY_TEST := $(VENV)/.ready-test-$(KEY)
 READY_GPU := $(VENV_GPU)/.ready-$(KEY)
+READY_TORCH := $(VENV_TORCH)/.ready-$(KEY)
 
 .NOTPARALLEL:
-.PHONY: help demo test test-gpu-wheel lint typecheck format clean
+.PHONY: help demo test test-gpu-wheel test-torch lint typecheck format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s%s\n", $$1, $$2}' Makefile
@@ -33,6 +35,9 @@ test: lint typecheck  ## every check and test, in .venv
 test-gpu-wheel: $(READY_GPU)  ## the tests with paddlepaddle-gpu 2.6.2 and the oldest supported packages, in .venv-gpu
 	$(VENV_GPU)/bin/python -m pytest $(ARGS)
 
+test-torch: $(READY_TORCH)  ## the trainer's half with torch and without Paddle, in .venv-torch
+	$(VENV_TORCH)/bin/python -m pytest tests/trainer_bridge tests/scripts/test_bench_scoring.py $(ARGS)
+
 lint: $(READY_TEST)  ## formatting and lint
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
@@ -45,7 +50,7 @@ format: $(READY_TEST)  ## put the code into its format
 	$(VENV)/bin/ruff format .
 
 clean:  ## remove the environments and all caches
-	rm -rf $(VENV) $(VENV_GPU) .links .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV_GPU) $(VENV_TORCH) .links .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY_DEMO):
@@ -62,4 +67,10 @@ $(READY_TEST):
 $(READY_GPU):
 	@python=$$(.ci/find-python 3.10 3.12 $(PYTHON) any) && rm -f $(VENV_GPU)/.ready-* && \
 	    .ci/environment $(VENV_GPU) "$$python" -c tests/oldest.txt -e '.[gpu,demo,report,dev]'
+	@touch $@
+
+# Paddle is left out on purpose: neither framework may need the other.
+$(READY_TORCH):
+	@python=$$(.ci/find-python 3.10 3.13 $(or $(PYTHON),python3 any)) && rm -f $(VENV_TORCH)/.ready-* && \
+	    .ci/environment $(VENV_TORCH) "$$python" -c tests/torch.txt -e '.[torch]' pytest hypothesis
 	@touch $@

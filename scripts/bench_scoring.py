@@ -85,7 +85,11 @@ def _dense_line(result: dict[str, Any]) -> str:
     rates = ", ".join(f"{name} {rate:.0f}" for name, rate in result["dense_gflops"].items())
     uses = result["dense_uses"]
     kept = ", ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in result["kept_seconds"].items())
-    return f"dense ways in GFLOP/s: {rates} ({uses['threads']} threads, {uses['logsumexp']}); kept ways in ms: {kept}\n"
+    blocks = f"candidates padded in blocks: {result['padded_in_blocks_speedup']:.0f}x; "
+    return (
+        blocks
+        + f"dense ways in GFLOP/s: {rates} ({uses['threads']} threads, {uses['logsumexp']}); kept ways in ms: {kept}\n"
+    )
 
 
 def _measure(name: str, quick: bool) -> dict[str, Any]:

@@ -55,11 +55,10 @@ def kept_case(shape: Shape, tokens: int | None = None) -> KeptCase:
     num = shape.tokens if tokens is None else tokens
     sizes = np.minimum(LARGEST_SET, np.ceil(np.exp(0.19 + 1.9 * rng.standard_normal(num)))).astype(np.int64)
     offsets = np.concatenate([[0], np.cumsum(sizes)])
-    # Steps of at least 1 make ids that ascend within a set; a random start and a fold keep them uniform.
-    gap = shape.vocab // LARGEST_SET
+    # One id from each of as many equal parts of the vocabulary as the set has members: uniform, ascending, distinct.
     within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
-    stride = np.repeat(shape.vocab // np.maximum(sizes, 1), sizes)
-    ids = within * stride + rng.integers(0, gap, offsets[-1])
+    part = np.repeat(shape.vocab // sizes, sizes)
+    ids = within * part + rng.integers(0, part)
     return KeptCase(
         token_ids_T=ids[offsets[:-1] + rng.integers(0, sizes)],
         kept_offsets_T1=offsets,

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import paddle
 import pyarrow as pa
 import pytest
 
@@ -18,7 +17,9 @@ from keptset.trainer_bridge.alignment import to_packed, to_padded
 from keptset.trainer_bridge.ratios import importance_ratios
 from keptset.trainer_bridge.sampled_tokens import sampled_tokens
 from keptset.trainer_bridge.scoring import score_aligned, score_from_logits
-from keptset.trainer_bridge.scoring.paddle_hand import PaddleHand
+from keptset.trainer_bridge.scoring.hand import hand_for
+
+paddle = pytest.importorskip("paddle", reason="Paddle is not installed; `make test` has it")
 
 
 def test_a_set_listed_in_probability_order_is_refused_rather_than_scored() -> None:
@@ -160,6 +161,6 @@ def test_a_half_finished_record_of_settings_is_refused_not_guessed(world: Any) -
 
 
 def test_the_hand_without_logits_cannot_read_any() -> None:
-    hand = PaddleHand(paddle.zeros([1, 3])).without_logits()
+    hand = hand_for(paddle.zeros([1, 3])).without_logits()
     with pytest.raises(AttributeError):
         hand.gather(np.array([0]))
