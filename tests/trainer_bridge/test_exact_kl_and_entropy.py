@@ -100,6 +100,22 @@ def test_the_gradient_of_the_hidden_states_is_exact(
             assert gradient[row, column] == pytest.approx(slope, abs=1e-8)
 
 
+@pytest.mark.parametrize("name", TERMS)
+def test_the_gradient_by_log_probabilities_is_the_derivative_of_the_value(
+    packed: Any, hidden: np.ndarray, weight: np.ndarray, name: str
+) -> None:
+    policy, reference = scored(packed, hidden, weight), scored(packed, hidden + 0.3, weight)
+    ratios = log_ratios_of(policy, packed.tokens)
+
+    def value(logprobs: np.ndarray) -> float:
+        return float(term(name, packed, replace(policy, kept_logprobs_N=logprobs), reference, ratios).value)
+
+    step, log_p = 1e-6, policy.kept_logprobs_N
+    slopes = [(value(log_p + e) - value(log_p - e)) / (2 * step) for e in np.eye(len(log_p)) * step]
+    done = term(name, packed, policy, reference, ratios)
+    np.testing.assert_allclose(done.gradient_N, slopes, atol=1e-8)
+
+
 def test_tokens_weigh_and_count_as_in_a_loss(packed: Any, hidden: np.ndarray, weight: np.ndarray) -> None:
     policy = scored(packed, hidden, weight)
     ratios = log_ratios_of(policy, packed.tokens)

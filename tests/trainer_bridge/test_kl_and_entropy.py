@@ -94,6 +94,12 @@ def test_the_gradient_of_the_entropy_is_exact_on_average() -> None:
     np.testing.assert_allclose(every_outcome(np.exp(log_softmax(POLICY)), done.gradient_T, POLICY), expected, atol=1e-8)
 
 
+def test_where_all_ids_are_equally_likely_no_draw_says_anything_about_the_entropy() -> None:
+    scores = score_from_logits(np.zeros((1, 4)), [2], [0, 4], np.arange(4), [1.0], entropy=True)
+    done = entropy_loss(scores, log_ratios(scores.logprobs_T, [-1.0], [0]))
+    assert done.gradient_T[0] == pytest.approx(0, abs=1e-12)
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_a_policy_equal_to_its_reference_has_no_kl_and_no_gradient(world: Any, framework: Any, estimator: Any) -> None:
     packed = to_packed(world.batch)
