@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ import paddle
 
 from keptset import __version__
 from keptset.rollout.config import EngineConfig
+from keptset.rollout.engine_protocol import CachePolicy, EngineLoad, Running
 from keptset.rollout.kv_room import KvRoom
 from keptset.rollout.logit_processors import PROCESSOR_ORDER, LogitProcessors
 from keptset.rollout.models import Decoder
@@ -97,6 +98,13 @@ class RolloutEngine:
     def unfinished(self) -> int:
         """Requests accepted and not yet returned."""
         return len(self._waiting) + sum(slot is not None for slot in self._slots) + len(self._ended)
+
+    @property
+    def load(self) -> EngineLoad:
+        """What is decoded, what waits, and how much of the key-value memory is promised."""
+        running = sum(slot is not None for slot in self._slots)
+        capacity = self.config.kv_tokens or self.config.slots * self.max_length
+        return EngineLoad(running=running, waiting=len(self._waiting), kv_use=self._room.reserved_tokens / capacity)
 
     def submit(self, request: Request) -> Request:
         """Accept a request; returns it with row seed and rollout id settled.
@@ -183,8 +191,8 @@ class RolloutEngine:
         version: int,
         weights: Mapping[str, Any],
         *,
-        running: Literal["continue", "requeue"] = "continue",
-        cache: Literal["keep", "recompute"] = "recompute",
+        running: Running = "continue",
+        cache: CachePolicy = "recompute",
     ) -> None:
         """Replace the weights between two steps; tokens drawn from now on carry `version`.
 

@@ -10,6 +10,7 @@ pytest.importorskip("paddle", reason="needs the package paddlepaddle or paddlepa
 ray = pytest.importorskip("ray", reason="needs the package ray")
 
 from keptset.rollout.actor import RolloutWorker  # noqa: E402
+from keptset.rollout.checkpoint_engine import CheckpointEngine  # noqa: E402
 from keptset.rollout.config import EngineConfig  # noqa: E402
 from keptset.rollout.engine import RolloutEngine  # noqa: E402
 from keptset.rollout.models import load_decoder  # noqa: E402
@@ -82,8 +83,31 @@ def test_after_too_many_lost_actors_the_error_names_what_is_unanswered():
         running = pool.run(requests(40))
         next(running)
         os.kill(pool.process_ids()[0], signal.SIGKILL)
-        with pytest.raises(RolloutError, match=r"max_restarts = 0.* unanswered, the first of prompt p"):
+        with pytest.raises(
+            RolloutError,
+            match=r"8 requests were not answered: p\d+/0/.*no actor is left: its worker process has died.* not begun",
+        ):
             list(running)
+
+
+def test_new_weights_under_way_are_recorded_token_by_token_and_used_from_then_on():
+    weights = {name: 1.5 * value.numpy() for name, value in load_decoder(FOLDER).weights().items()}
+    updated = RolloutEngine(load_decoder(FOLDER), CONFIG)
+    updated.update_weights(1, weights)
+    batch = updated.generate(requests(40, new_tokens=60))
+    after = {name: batch.token_ids[row].tolist() for row, name in enumerate(batch.rollout_ids)}
+    with RolloutPool(FOLDER, CONFIG, actors=2, turn_seconds=0.05) as pool:
+        batches = []
+        for batch in pool.run(requests(40, new_tokens=60)):
+            if not batches:
+                assert len(pool.update_weights(1, weights).load_seconds) == 2
+            batches.append(batch)
+    found = tokens_by_id(batches)
+    versions = {name: batch.policy_versions[row] for batch in batches for row, name in enumerate(batch.rollout_ids)}
+    whole = [name for name, row in versions.items() if (row == 1).all()]
+    assert len(whole) > 10
+    assert {name: found[name] for name in whole} == {name: after[name] for name in whole}
+    assert all((np.diff(row) >= 0).all() for row in versions.values())
 
 
 def test_refused_requests_are_named_after_the_others_are_answered():
@@ -111,9 +135,9 @@ def test_no_actors_is_wrong_use():
 
 
 def test_a_turn_ends_in_time_and_keeps_what_is_unfinished():
-    worker = RolloutWorker(FOLDER, CONFIG)
+    worker = RolloutWorker(CheckpointEngine(folder=FOLDER, config=CONFIG))
     begin = time.monotonic()
-    turn, batch = worker.turn(requests(40, new_tokens=200), seconds=0.1)
+    turn, batch = worker.turn([request.resolved(0) for request in requests(40, new_tokens=200)], seconds=0.1)
     assert turn.unfinished == 40 and batch is None
     assert time.monotonic() - begin < 5
     turn, batch = worker.turn([], seconds=600)

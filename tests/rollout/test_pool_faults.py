@@ -1,0 +1,145 @@
+"""Actors that die, hang, run out of memory or break their contract: who is answered, who is given up, what is said."""
+
+import logging
+import os
+import signal
+import time
+
+import pytest
+
+ray = pytest.importorskip("ray", reason="needs the package ray")
+
+from keptset.rollout.config import EngineConfig  # noqa: E402
+from keptset.rollout.pool import RolloutPool  # noqa: E402
+from keptset.schemas.errors import InvalidInput, RolloutError  # noqa: E402
+from keptset.schemas.rollout_batch import concat_batches  # noqa: E402
+from keptset.schemas.validation import validate  # noqa: E402
+
+CONFIG = EngineConfig(slots=4)
+KILL, HANG, MEMORY, RAISE, REFUSE, TWICE = range(40, 46)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray():
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+def collected(stream):
+    """Rollout id to tokens of everything a stream gives, and the error at its end."""
+    batches, error = [], None
+    try:
+        for batch in stream:
+            batches.append(batch)
+    except RolloutError as ended:
+        error = ended
+    batch = concat_batches(batches)
+    assert validate(batch) == []
+    assert len(set(batch.rollout_ids)) == len(batch)
+    return {name: batch.token_ids[row].tolist() for row, name in enumerate(batch.rollout_ids)}, error
+
+
+@pytest.mark.parametrize("deed", [KILL, HANG, MEMORY, RAISE], ids=["killed", "hangs", "out of memory", "raises"])
+def test_what_a_lost_actor_had_is_answered_as_it_would_have_been(deed, scripted, ask, answers, tmp_path, caplog):
+    requests = ask(20)
+    requests[7:7] = ask(1, deed, name="bad", extra={"x_once": str(tmp_path / "done")})
+    with RolloutPool(scripted(), CONFIG, actors=2, turn_seconds=0.02, turn_timeout_seconds=5) as pool:
+        before = set(pool.process_ids())
+        with caplog.at_level(logging.INFO, "keptset.rollout"):
+            answered, error = collected(pool.run(requests))
+        assert error is None
+        assert answered == answers(ask(20) + ask(1, name="bad"))
+        assert pool.restarts == 1
+        assert len(pool.process_ids()) == 2 and len(set(pool.process_ids()) & before) == 1
+    events = [
+        (record.event, record.fields.get("reason", "")) for record in caplog.records if record.name == "keptset.rollout"
+    ]
+    assert "actor_restarted" in dict(events)
+    told = {KILL: "process has died", HANG: "no answer within 5 s", MEMORY: "MemoryError", RAISE: "the device is gone"}
+    assert told[deed] in dict(events)["actor_lost"]
+
+
+def test_actors_killed_again_and_again_at_any_moment_cost_no_answer(scripted, ask, answers):
+    requests = ask(60, tokens=20)
+    with RolloutPool(scripted(pause=0.005), CONFIG, actors=2, turn_seconds=0.05, max_attempts=9) as pool:
+        kills = []
+
+        def kill_now_and_then(turn):
+            if len(kills) < 3 and time.monotonic() - (kills[-1] if kills else 0) > 0.3:
+                os.kill(pool.process_ids()[len(kills) % 2], signal.SIGKILL)
+                kills.append(time.monotonic())
+
+        answered, error = collected(pool.run(requests, progress=kill_now_and_then))
+        assert error is None and answered == answers(requests)
+        assert pool.restarts == 3
+
+
+def test_a_prompt_that_always_kills_its_actor_is_given_up_by_name_and_takes_no_other_with_it(scripted, ask, answers):
+    requests = ask(12)
+    requests[5:5] = ask(1, KILL, name="poison")
+    with RolloutPool(scripted(), CONFIG, actors=1, turn_seconds=0.02) as pool:
+        answered, error = collected(pool.run(requests))
+        assert answered == answers(ask(12))
+        assert "1 requests were not answered: poison0/0/" in str(error)
+        assert "lost 3 times, the last time: its worker process has died" in str(error)
+        assert list(pool.failures) == [name for name in pool.failures if name.startswith("poison0/")]
+        assert pool.restarts == 3
+        again, error = collected(pool.run(ask(3, name="later")))
+        assert len(again) == 3 and error is None, "what failed before is not told again"
+
+
+def test_an_actor_that_never_comes_up_again_leaves_the_rest_to_the_others(scripted, ask, answers, tmp_path, caplog):
+    flag = tmp_path / "broken"
+    make = scripted()
+
+    def breaks():
+        if flag.exists():
+            raise OSError("no such device")
+        return make()
+
+    with RolloutPool(breaks, CONFIG, actors=2, turn_seconds=0.02, max_restarts=1) as pool:
+        flag.touch()
+        os.kill(pool.process_ids()[0], signal.SIGKILL)
+        answered, error = collected(pool.run(ask(30)))
+        assert error is None and answered == answers(ask(30))
+        os.kill(pool.process_ids()[0], signal.SIGKILL)
+        with pytest.raises(RolloutError, match=r"answered: p\d+/0/.*no actor is left: .*not begun"):
+            list(pool.run(ask(100)))
+    assert "no such device" in caplog.text
+
+
+def test_an_engine_that_answers_twice_is_stopped_before_anybody_hears_it(scripted, ask, answers):
+    requests = [*ask(1, TWICE, name="twice", tokens=2), *ask(3, tokens=200)]
+    with RolloutPool(scripted(pause=0.001), CONFIG, turn_seconds=0.02, max_attempts=2) as pool:
+        answered, error = collected(pool.run(requests))
+        assert set(answers(ask(3, tokens=200))) == {name for name in answered if name.startswith("p")}
+    assert "the engine answered twice0/0/" in str(error) and "which is not in flight" in str(error)
+
+
+def test_refused_requests_are_named_and_the_others_answered(scripted, ask):
+    with RolloutPool(scripted(), CONFIG, turn_seconds=0.02) as pool:
+        answered, error = collected(pool.run([*ask(3), *ask(2, REFUSE, name="bad")]))
+        assert len(answered) == 3
+        assert "2 requests were not answered: bad0/0/" in str(error) and "prompt bad1 is refused" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"actors": 0}, "actors is 0"),
+        ({"threads_per_actor": 0}, "threads_per_actor is 0"),
+        ({"max_attempts": 0}, "max_attempts is 0"),
+        ({"max_restarts": -1}, "max_restarts is -1"),
+        ({"gpus_per_actor": -0.5}, "gpus_per_actor is -0.5"),
+        ({"placement": "TOGETHER"}, "placement is 'TOGETHER'"),
+    ],
+)
+def test_settings_that_cannot_be_are_wrong_use(scripted, settings, told):
+    with pytest.raises(InvalidInput, match=told):
+        RolloutPool(scripted(), CONFIG, **settings)
+
+
+def test_actors_that_cannot_be_placed_are_an_error_that_says_what_is_free(scripted):
+    with pytest.raises(RolloutError, match=r"3 actors .* within 3 s; each needs 2 CPU, and free are"):
+        RolloutPool(scripted(), CONFIG, actors=3, threads_per_actor=2, start_timeout_seconds=3)
