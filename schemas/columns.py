@@ -201,7 +201,7 @@ class Identity:
                 except UnicodeDecodeError as error:
                     raise SchemaError(f"schema metadata keptset.{field.name} is not UTF-8: {raw!r}") from error
         size = texts.pop("vocab_size", None)
-        if size is not None and not (size.isascii() and size.isdigit() and int(size) > 0):
+        if size is not None and not (size.isascii() and size.isdigit() and len(size) < 20 and int(size) > 0):
             raise SchemaError(
                 f"schema metadata keptset.vocab_size is {size!r}; it must be a positive whole number, or left out"
             )

@@ -17,10 +17,14 @@ def conform(data: pa.RecordBatch | pa.Table) -> pa.RecordBatch:
     optional columns (as null). Errors: SchemaError naming the column, and for a value that does not fit the row.
     """
     identity = Identity.from_metadata(data.schema.metadata)
-    repeated = {name for name in data.schema.names if data.schema.names.count(name) > 1}
+    try:
+        names = data.schema.names
+    except UnicodeDecodeError as error:
+        raise SchemaError(f"the name of a column is no UTF-8 ({error}); rename it") from error
+    repeated = {name for name in names if names.count(name) > 1}
     if repeated:
         raise SchemaError(f"columns occur more than once: {', '.join(sorted(repeated))}")
-    columns = {name: _one_chunk(data.column(name)) for name in data.schema.names}
+    columns = {name: _one_chunk(data.column(name)) for name in names}
     arrays = []
     for column in COLUMNS:
         array = columns.pop(column.name, None)

@@ -69,6 +69,8 @@ def read_steps(
     Errors: InvalidInput where they do not have these shapes.
     """
     steps, rows = token_ids_BT.shape[1], len(token_ids_BT)
+    if raw_logits is not None and len(raw_logits) != steps:
+        raise InvalidInput(f"{len(raw_logits)} logits for {steps} steps; expected one tensor for each")
     vocab_size = _dense(scores[0], rows, None, "scores[0]").shape[1] if steps else 0
     numbers = np.full((5, steps, rows), np.nan)
     sizes_TB, starts_TB = np.zeros((steps, rows), np.int64), np.zeros((steps, rows), np.int64)
@@ -112,6 +114,8 @@ def read_steps(
 
 def _dense(step: Any, rows: int, vocab_size: int | None, name: str) -> npt.NDArray[np.floating]:
     dense = as_numpy(step)
+    if dense is not None and dense.dtype.kind not in "fiu":
+        raise InvalidInput(f"{name} holds {dense.dtype}; expected a tensor of numbers")
     if dense is None or dense.ndim != 2 or len(dense) != rows or vocab_size not in (None, dense.shape[1]):
         shape = type(step).__name__ if dense is None else str(dense.shape)
         raise InvalidInput(f"{name} is {shape}; expected a tensor [{rows}, {vocab_size or 'vocabulary'}]")
@@ -172,8 +176,8 @@ def _log_kept_mass(
     temperature: float,
 ) -> FloatArray:
     """m [C]; NaN where scores and raw logits tell of something else between them than the temperature."""
-    s_CV = raw_CV.astype(np.float64) / temperature
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        s_CV = raw_CV.astype(np.float64) / temperature
         gap_CV = np.abs(s_CV - scores_CV) > _SAME_LOGITS * np.maximum(np.abs(s_CV), 1.0)
     other_C = (gap_CV & kept_CV).any(axis=1) | ~np.isfinite(s_CV).any(axis=1)
     m_C = _logsumexp(np.where(kept_CV, s_CV, -np.inf)) - _logsumexp(s_CV)

@@ -134,7 +134,8 @@ def _msgpack(file: IO[bytes], path: Path) -> Iterator[Tree]:
             place = Place(text=f"{path} micro-batch {number}", file=_short(path), number=number)
             yield Tree(value=unpacker.unpack(), place=place)
         rest = file.read(1) or unpacker.read_bytes(1)
-    except (ValueError, RecursionError, msgpack.UnpackException) as error:
+    # TypeError: a list or map stands as a key.
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         told = str(error) or type(error).__name__
         raise DamagedFile(f"{path} micro-batch {number}: not a msgpack list of micro-batches: {told}") from error
     if rest:

@@ -277,10 +277,11 @@ def _log_kept_mass(full_T: FloatArray, b_T: FloatArray, params: KnownParams) -> 
     alone = params.top_k == 0 and params.min_p == 0 and params.top_p is not None
     lowest = np.log(params.top_p) if alone and params.top_p is not None else -np.inf
     hidden_T = np.ma.getmaskarray(full_T) | np.ma.getmaskarray(b_T)
-    m_T = np.ma.getdata(full_T) - np.ma.getdata(b_T)
-    bounded_T = np.minimum(np.maximum(m_T, lowest), 0.0)
-    rounding_T = ROUNDING + 2 * _FLOAT32_STEP * np.abs(np.ma.getdata(full_T))
-    rounded_T: FloatArray = np.where(np.abs(m_T - bounded_T) <= rounding_T, bounded_T, m_T)
+    with np.errstate(invalid="ignore", over="ignore"):  # numbers that are not finite stay so, for validation to refuse
+        m_T = np.ma.getdata(full_T) - np.ma.getdata(b_T)
+        bounded_T = np.minimum(np.maximum(m_T, lowest), 0.0)
+        rounding_T = ROUNDING + 2 * _FLOAT32_STEP * np.abs(np.ma.getdata(full_T))
+        rounded_T: FloatArray = np.where(np.abs(m_T - bounded_T) <= rounding_T, bounded_T, m_T)
     return np.ma.MaskedArray(rounded_T, hidden_T) if hidden_T.any() else rounded_T
 
 

@@ -198,10 +198,18 @@ def test_data_of_another_version_or_none_is_refused(base: pa.RecordBatch) -> Non
             RolloutBatch.from_arrow(bare)
 
 
-@pytest.mark.parametrize("size", [b"0", b"-5", b"many", b"1.5", b"", "٣".encode()])
+@pytest.mark.parametrize("size", [b"0", b"-5", b"many", b"1.5", b"", "٣".encode(), b"9" * 5000])
 def test_a_vocabulary_size_that_cannot_be_is_refused(base: pa.RecordBatch, size: bytes) -> None:
     odd = base.replace_schema_metadata({**METADATA, b"keptset.vocab_size": size})
     with pytest.raises(SchemaError, match=r"keptset\.vocab_size is .*; it must be a positive whole number"):
+        RolloutBatch.from_arrow(odd)
+
+
+def test_a_column_whose_name_is_no_text_is_refused(base: pa.RecordBatch) -> None:
+    header = base.append_column("x_note", pa.nulls(3)).schema.serialize().to_pybytes().replace(b"x_note", b"x_n\xffte")
+    schema = pa.ipc.read_schema(pa.py_buffer(header))
+    odd = pa.RecordBatch.from_arrays([*base.columns, pa.nulls(3)], schema=schema)
+    with pytest.raises(SchemaError, match="the name of a column is no UTF-8"):
         RolloutBatch.from_arrow(odd)
 
 

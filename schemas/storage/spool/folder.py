@@ -101,9 +101,10 @@ class RemoteFolder:
         where it is then.
         """
         place = self._place(local.name)
-        with place.failures("upload"), local.open("rb") as source:
-            hold_lock(source.fileno(), local)
-            if not still_there(source.fileno(), local):  # another uploaded it while this one waited
+        with place.failures("upload"), _locked(local) as source:
+            if source is None:  # another was faster
+                if not self.holds(local.name):
+                    raise StorageError(f"{local} was removed before it was uploaded to {place.shown}")
                 return place.shown
             if not self.holds(local.name):
                 self._make()
@@ -112,7 +113,7 @@ class RemoteFolder:
             elif not self._has_content(local.name, source):
                 raise StorageError(
                     f"{place.shown} is there with other content: another machine writes under the name of this writer; "
-                    f"give each its own"
+                    "give each its own"
                 )
             local.unlink()
         return place.shown
@@ -130,6 +131,19 @@ class RemoteFolder:
 
     def _place(self, name: str) -> Place:
         return Place(self.filesystem, f"{self.path.rstrip('/')}/{name}", self.address(name))
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[BinaryIO | None]:
+    """The file, for this process alone; None where it is gone, or was by the time that it was free."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        yield None
+        return
+    with file:
+        hold_lock(file.fileno(), path)
+        yield file if still_there(file.fileno(), path) else None
 
 
 def folder_of(folder: str | Path, filesystem: fs.FileSystem | None = None) -> LocalFolder | RemoteFolder:

@@ -151,15 +151,15 @@ class SpoolReader:
             batches = self._published(place) if place.suffix == PUBLISHED else self._open(place)
             try:
                 yield from batches
-            except (DamagedFile, pa.ArrowException) as error:
-                damage = error if isinstance(error, DamagedFile) else None
-                self._put_aside(
-                    place.name, damage or DamagedFile(f"{self._shown(place)} is not what Arrow wrote: {error}")
-                )
-                if place.suffix == PUBLISHED:
-                    self._position[place.writer] = (place.seq + 1, 0)
+            except DamagedFile as error:
+                self._put_aside(place, error)
+            except (pa.ArrowException, UnicodeDecodeError) as error:
+                self._put_aside(place, DamagedFile(f"{self._shown(place)} is not what Arrow wrote: {error}"))
             except OSError as error:
-                raise StorageError(f"cannot read {self._shown(place)}: {error.strerror or error}") from error
+                if error.errno is None:  # Arrow's own, about what it read; the system's have a number
+                    self._put_aside(place, DamagedFile(f"{self._shown(place)} is not what Arrow wrote: {error}"))
+                else:
+                    raise StorageError(f"cannot read {self._shown(place)}: {error.strerror or error}") from error
 
     def _unread(self) -> list[SpoolFile]:
         """Files that may hold something new. A place both open and published counts as published."""
@@ -170,8 +170,8 @@ class SpoolReader:
             if name in aside:
                 continue
             if place is None:
-                told = f"{self._folder}: {name} is not named as spool files are, <writer>-<number>"
-                self._put_aside(name, DamagedFile(told))
+                told = f"{self._folder}/{name} is not named as spool files are, <writer>-<number>"
+                self._put_name_aside(name, DamagedFile(told))
             elif place.suffix == PUBLISHED or self._include_open:
                 key = (place.writer, place.seq)
                 if key not in found or place.suffix == PUBLISHED:
@@ -181,10 +181,16 @@ class SpoolReader:
     def _shown(self, place: SpoolFile) -> str:
         return f"{self._folder}/{place.name}"
 
-    def _put_aside(self, name: str, error: DamagedFile) -> None:
+    def _put_aside(self, place: SpoolFile, damage: DamagedFile) -> None:
+        """What is left of a file is passed over. Errors: the damage, where it is to be raised."""
+        self._put_name_aside(place.name, damage)
+        if place.suffix == PUBLISHED:
+            self._position[place.writer] = (place.seq + 1, 0)
+
+    def _put_name_aside(self, name: str, damage: DamagedFile) -> None:
         if self._on_damaged == "raise":
-            raise error
-        self.set_aside.append(SetAside(name, str(error)))
+            raise damage
+        self.set_aside.append(SetAside(name, str(damage)))
 
     def _next_batch(self, place: SpoolFile) -> int:
         seq, batch = self._position.get(place.writer, (0, 0))

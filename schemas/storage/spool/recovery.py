@@ -120,10 +120,10 @@ def _count_published(path: Path) -> int | None:
     """Batches of the published file; None where there is none, or none that is whole."""
     try:
         check_guard(path)
+        with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
+            return int(reader.num_record_batches)
     except (FileNotFoundError, DamagedFile):
         return None
-    with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
-        return int(reader.num_record_batches)
 
 
 def _told(

@@ -33,6 +33,9 @@ from keptset.schemas.storage.spool.stream import StoredBatch, encode_batch, enco
 
 Fsync = Literal["never", "rotate", "batch"]
 ROTATE_BYTES = 256 * 2**20
+PATIENCE_SECONDS = 5.0
+"""How long a new writer waits for whoever has the open file of its name: a recovery ends, a live writer stays."""
+_POLL_SECONDS = 0.02
 
 
 class SpoolWriter:
@@ -95,16 +98,26 @@ class SpoolWriter:
             raise StorageError(f"cannot make spool folder {self.folder}: {error.strerror or error}") from error
         for place in places(self.folder):
             if place.writer == self.writer and place.suffix == OPEN:
-                recovered = recover_file(self.folder, place, fsync=fsync != "never")
-                if recovered is None and (self.folder / place.name).exists():
-                    raise self._name_in_use(place)
-                if recovered is not None:
-                    self.recovered.append(recovered)
+                self._take_over(place)
         # A number is given once, also where published files are uploaded, or removed as soon as they were read.
         elsewhere = [] if self._remote is None else self._remote.names()
         self._next_seq = next_seq([*elsewhere, *(place.name for place in places(self.folder))], self.writer)
         self._upload()
         self._start()
+
+    def _take_over(self, place: SpoolFile) -> None:
+        """Recover what a crashed writer of our name left. Errors: StorageError where it is alive."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            recovered = recover_file(self.folder, place, fsync=self._fsync != "never")
+            if recovered is not None:
+                self.recovered.append(recovered)
+                return
+            if not (self.folder / place.name).exists():
+                return
+            if time.monotonic() >= deadline:
+                raise self._name_in_use(place)
+            time.sleep(_POLL_SECONDS)
 
     @property
     def path(self) -> Path:

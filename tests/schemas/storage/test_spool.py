@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ from keptset.schemas.columns import Identity
 from keptset.schemas.errors import InvalidInput, SchemaError, StorageError
 from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.schemas.storage.spool import SpoolReader, SpoolWriter
+from keptset.schemas.storage.spool import writer as spool_writer
 from keptset.schemas.storage.spool.names import SpoolFile, unique_writer
 
 IdsIn = Callable[..., list[str]]
@@ -325,7 +327,8 @@ def test_own_columns_a_spool_cannot_hold_are_refused_before_anything_is_written(
     assert [len(batch) for batch in SpoolReader(folder)] == [1]
 
 
-def test_a_name_has_one_live_writer(folder: Path, batches) -> None:
+def test_a_name_has_one_live_writer(folder: Path, batches, monkeypatch) -> None:
+    monkeypatch.setattr(spool_writer, "PATIENCE_SECONDS", 0.05)
     with SpoolWriter(folder, "a") as writer:
         writer.append(batches[0])
         with pytest.raises(StorageError, match=r"a-00000000\.open belongs to another live writer named a"):
@@ -333,6 +336,18 @@ def test_a_name_has_one_live_writer(folder: Path, batches) -> None:
         writer.append(batches[1])
     with SpoolWriter(folder, "a") as again:
         assert again.position == (1, 0)
+
+
+def test_a_writer_waits_for_whoever_recovers_what_the_last_one_left(folder: Path, batches, monkeypatch) -> None:
+    folder.mkdir()
+    orphan = folder / "a-00000000.open"
+    orphan.touch()
+    with orphan.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        monkeypatch.setattr("time.sleep", lambda seconds: fcntl.flock(file, fcntl.LOCK_UN))
+        with SpoolWriter(folder, "a") as writer:
+            assert [(recovered.seq, recovered.batches) for recovered in writer.recovered] == [(0, 0)]
+            writer.append(batches[0])
 
 
 def test_writers_without_a_name_get_names_of_their_own(folder: Path, batches) -> None:

@@ -139,6 +139,36 @@ def test_broken_offsets_are_refused_even_where_every_checksum_holds(folder: Path
         list(SpoolReader(folder))
 
 
+def sealed_again(content: bytes) -> bytes:
+    """A published file with another guard, as if it had been damaged before it was guarded."""
+    (footer,) = struct.unpack_from("<i", content, len(content) - 10)
+    at = len(content) - 10 - footer - 16
+    crc = zlib.crc32(content[at + 16 :], zlib.crc32(content[:at]))
+    return content[: at + 8] + f"{crc:08x}".encode() + content[at + 16 :]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"x_note", b"x_\xff\xffte"),  # names that are no text
+        (b"\xff\xff\xff\xff", b"\xff\xff\xff\x7f"),  # messages that have no length: for Arrow an error of the system
+    ],
+)
+def test_what_a_guard_vouches_for_and_arrow_cannot_read_is_damage_and_no_other_error(
+    published: Path, folder: Path, batches, old: bytes, new: bytes
+) -> None:
+    published.write_bytes(sealed_again(published.read_bytes().replace(old, new)))
+    check_guard(published)
+    with SpoolWriter(folder, "a") as writer:
+        writer.append(batches[2])
+    with pytest.raises(DamagedFile, match=r"a-00000000\.arrow"):
+        list(SpoolReader(folder))
+    reader = SpoolReader(folder, on_damaged="skip")
+    assert [batch.rollout_ids for batch in reader] == [batches[2].rollout_ids]
+    assert [entry.name for entry in reader.set_aside] == ["a-00000000.arrow"]
+    assert reader.position == {"a": (2, 0)}
+
+
 def of_version_2(batch: RolloutBatch) -> pa.RecordBatch:
     return batch.arrow.replace_schema_metadata({**batch.arrow.schema.metadata, b"keptset.schema_version": b"2"})
 

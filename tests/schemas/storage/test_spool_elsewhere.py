@@ -206,6 +206,13 @@ def test_two_that_upload_the_same_file_leave_it_there_once_and_whole(
     assert sorted(os.listdir(tmp_path / WHERE)) == sorted(f"a-{number:08d}.arrow" for number in range(20))
 
 
+def test_a_file_that_is_gone_before_it_was_uploaded_is_missed(mock: fs.FileSystem, staging: Path) -> None:
+    remote = folder_of(WHERE, mock)
+    assert isinstance(remote, RemoteFolder)
+    with pytest.raises(StorageError, match=r"a-00000000\.arrow was removed before it was uploaded to bucket/run/spool"):
+        remote.upload(staging / "a-00000000.arrow")
+
+
 def test_damage_is_named_by_its_address_and_set_aside(mock: fs.FileSystem, staging: Path, batch_of: BatchOf) -> None:
     with SpoolWriter(WHERE, "a", filesystem=mock, staging=staging, rotate_bytes=1) as writer:
         for number in range(3):
