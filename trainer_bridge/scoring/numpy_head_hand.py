@@ -16,7 +16,7 @@ from keptset.trainer_bridge.scoring.numpy_hand import Array, NumpyHand
 class NumpyHeadHand(NumpyHand):
     """See `HeadHand`."""
 
-    cache_bytes = 2 << 20
+    cache_bytes = 4 << 20
     scratch_bytes = 8 << 20
     item_bytes = 8
 

@@ -18,7 +18,7 @@ class PaddleHeadHand(PaddleHand):
     def __init__(self, hidden_RH: Tensor) -> None:
         super().__init__(hidden_RH)
         self._on_host = bool(self._place.is_cpu_place())
-        self.cache_bytes = 2 << 20 if self._on_host else 64 << 20
+        self.cache_bytes = 4 << 20 if self._on_host else 64 << 20
         self.scratch_bytes = 8 << 20 if self._on_host else 256 << 20
         self.item_bytes = 8 if self._dtype == paddle.float64 else 4
         self._ones_1H = self.zeros([1, int(hidden_RH.shape[-1])]) + 1.0

@@ -17,7 +17,7 @@ class TorchHeadHand(TorchHand):
     def __init__(self, hidden_RH: Tensor) -> None:
         super().__init__(hidden_RH)
         here = on_host(hidden_RH)
-        self.cache_bytes = 2 << 20 if here else 64 << 20
+        self.cache_bytes = 4 << 20 if here else 64 << 20
         self.scratch_bytes = 8 << 20 if here else 256 << 20
         self.item_bytes = 8 if self._dtype == torch.float64 else 4
 
