@@ -76,7 +76,7 @@ class Tokenizer:
         return cls(
             digest=hashlib.sha256(content).hexdigest(),
             vocab_size=backend.get_vocab_size(),
-            stop_token_ids=_stop_token_ids(folder, backend.token_to_id(special.get("eos_token", ""))),
+            stop_token_ids=stop_token_ids(folder, backend.token_to_id(special.get("eos_token", ""))),
             special_tokens=special,
             template=chat_template.find(folder, config),
             backend=backend,
@@ -194,7 +194,11 @@ def _token_text(entry: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _stop_token_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
+def stop_token_ids(folder: Path, tokenizer_eos: int | None = None) -> tuple[int, ...]:
+    """Ids that end a response, ascending: those of generation_config.json or else config.json, and `tokenizer_eos`.
+
+    Raises CheckpointError where a file cannot be read, or says something else than ids.
+    """
     for name in ("generation_config.json", "config.json"):
         entry = (_read_json(folder / name) or {}).get("eos_token_id")
         if entry is not None:

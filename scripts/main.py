@@ -32,6 +32,10 @@ COMMANDS = {
         "keptset.scripts.demo",
         "Sample a small real model on this machine and score it twice: ratios, table, report.",
     ),
+    "rollout": (
+        "keptset.scripts.rollout",
+        "Sample responses to a file of prompts into a spool, on this machine or a cluster.",
+    ),
     "import": (
         "keptset.scripts.import_",
         "Read an engine's recorded output into a spool.",

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,21 @@ JOB = """
     print("driver:", keptset.__file__)
     print("worker:", ray.get(on_a_worker.remote()))
 """
+ROLLOUT = """
+    import sys
+
+    import numpy as np
+
+    from keptset.rollout.pool import RolloutPool
+    from keptset.rollout.request import Request
+    from keptset.schemas.sampling_params import SamplingParams
+
+    params = SamplingParams(top_p=0.9, max_new_tokens=4)
+    prompts = (Request(prompt_id=f"p{i}", prompt_token_ids=np.array([i, 1]), params=params) for i in range(3))
+    with RolloutPool(sys.argv[1], address="auto") as pool:
+        print("rollouts:", sum(len(batch) for batch in pool.run(prompts)))
+"""
+CHECKPOINT = Path(__file__).parent / "data" / "tiny_checkpoints" / "llama_tied"
 
 
 @pytest.fixture
@@ -66,28 +82,26 @@ def test_a_job_runs_on_the_uploaded_checkout(dashboard: str, repository: Path, t
     checkout = tmp_path / "checkout"
     shutil.copytree(repository, checkout, ignore=shutil.ignore_patterns("__pycache__", ".*", "data"))
     (checkout / "job.py").write_text(textwrap.dedent(JOB))
+    (checkout / "draw.py").write_text(textwrap.dedent(ROLLOUT))
 
-    submit = [
-        ray_command(),
-        "job",
-        "submit",
-        "--address",
-        dashboard,
-        "--working-dir",
-        ".",
-        "--",
-        sys.executable,
-        "job.py",
-    ]
-    done = subprocess.run(
-        submit, cwd=checkout, env=environment(), capture_output=True, text=True, timeout=240, check=False
-    )
-
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = submitted(dashboard, checkout, "job.py")
     answers = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line.startswith(("driver:", "worker:")))
     uploaded = Path(answers["driver"]).parent
     assert "working_dir_files" in uploaded.parts
     assert answers["worker"] == str(uploaded / "schemas" / "sampling_params.py")
+
+    if all(find_spec(package) for package in ("paddle", "safetensors")):
+        assert "rollouts: 3" in submitted(dashboard, checkout, "draw.py", str(CHECKPOINT)).stdout
+
+
+def submitted(dashboard: str, checkout: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """A job that is over, and went well."""
+    job = [ray_command(), "job", "submit", "--address", dashboard, "--working-dir", ".", "--", sys.executable]
+    done = subprocess.run(
+        [*job, *arguments], cwd=checkout, env=environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 def ray_command() -> str:

@@ -19,7 +19,7 @@ tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokeniz
 
 import typer  # noqa: E402
 
-from keptset.schemas.errors import InvalidInput  # noqa: E402
+from keptset.schemas.errors import InvalidInput, StorageError  # noqa: E402
 from keptset.schemas.rollout_batch import concat_batches  # noqa: E402
 from keptset.schemas.storage.spool import SpoolReader  # noqa: E402
 from keptset.schemas.validation import validate  # noqa: E402
@@ -179,10 +179,10 @@ class _Words:
 def test_a_prompt_file_that_cannot_be_used_is_refused_by_line(tmp_path, content, told):
     path = tmp_path / "p.jsonl"
     path.write_text(content)
-    with pytest.raises(InvalidInput, match=told):
+    with pytest.raises(StorageError if told == "line 1 is not JSON" else InvalidInput, match=told):
         read_prompts(path, _Words())
 
 
 def test_a_missing_prompt_file_is_named(tmp_path):
-    with pytest.raises(InvalidInput, match=r"nothing\.jsonl cannot be read"):
+    with pytest.raises(StorageError, match=r"nothing\.jsonl cannot be read"):
         read_prompts(tmp_path / "nothing.jsonl", _Words())
