@@ -61,7 +61,7 @@ def to_report(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def to_table(name: str, result: dict[str, Any], shape: Shape) -> Table:
-    """One framework's numbers beside the goals."""
+    """One framework's numbers, beside the goals where the shape is the one that they are for."""
     table = Table(
         title=f"{name} {result['version']}: T = {shape.tokens}, H = {shape.hidden}, V = {shape.vocab}, "
         f"{result['kept_ids']} kept ids"
@@ -70,6 +70,9 @@ def to_table(name: str, result: dict[str, Any], shape: Shape) -> Table:
         table.add_column(heading, justify="left" if not heading else "right")
     for key, (what, goal) in GOALS.items():
         value = result[key]
+        if shape != Shape():
+            table.add_row(what, f"{value:.2f}", "")
+            continue
         if key.endswith("speedup"):
             if name == "torch":
                 goal = TORCH_FORWARD_GOAL if key == "forward_speedup" else 0
@@ -98,7 +101,15 @@ def _measure(name: str, quick: bool) -> dict[str, Any]:
     Errors: KeptsetError where the process fails; it has printed why.
     """
     run = subprocess.run(
-        [sys.executable, "-m", "keptset.scripts.bench_scoring_run", name, *(["--quick"] if quick else [])],
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "keptset.scripts.bench_scoring_run",
+            name,
+            *(["--quick"] if quick else []),
+        ],
         stdout=subprocess.PIPE,
         text=True,
         check=False,

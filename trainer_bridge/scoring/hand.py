@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,11 +95,22 @@ class Hand(Protocol):
         """
 
 
+def framework_of(array: Tensor) -> Literal["numpy", "paddle", "torch"]:
+    """Which framework an array is of. InvalidInput where it is of none that scoring knows."""
+    if isinstance(array, np.ndarray):
+        return "numpy"
+    if type(array).__module__.split(".")[0] == "paddle":
+        return "paddle"
+    if hasattr(array, "__torch_function__"):  # subclasses too, whatever their module
+        return "torch"
+    raise InvalidInput(f"got a {type(array)}; scoring takes NumPy arrays, Paddle tensors and torch tensors")
+
+
 def hand_for(array: Tensor) -> Hand:
     """The hand that speaks the framework of an array and follows its device. InvalidInput where none does."""
-    framework = type(array).__module__.split(".")[0]
+    framework = framework_of(array)
     hand: Hand
-    if isinstance(array, np.ndarray):
+    if framework == "numpy":
         from keptset.trainer_bridge.scoring.numpy_hand import NumpyHand
 
         hand = NumpyHand(array)
@@ -107,12 +118,10 @@ def hand_for(array: Tensor) -> Hand:
         from keptset.trainer_bridge.scoring.paddle_hand import PaddleHand
 
         hand = PaddleHand(array)
-    elif framework == "torch" or hasattr(array, "__torch_function__"):  # also subclasses, whatever their module
+    else:
         from keptset.trainer_bridge.scoring.torch_hand import TorchHand
 
         hand = TorchHand(array)
-    else:
-        raise InvalidInput(f"got a {type(array)}; scoring takes NumPy arrays, Paddle tensors and torch tensors")
     return hand
 
 

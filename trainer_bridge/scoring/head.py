@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keptset.schemas.errors import InvalidInput
-from keptset.trainer_bridge.scoring.hand import Tensor
+from keptset.trainer_bridge.scoring.hand import Tensor, framework_of
 from keptset.trainer_bridge.scoring.head_hand import head_hand_for
 
 
@@ -60,7 +60,7 @@ class Head:
 
     def check(self, hidden_RH: Tensor) -> None:
         """InvalidInput where hidden states, weight, bias and shard do not fit each other."""
-        head_hand_for(hidden_RH)
+        head_hand_for(hidden_RH)  # refuses what is of no framework, or no floats
         weight, hidden = [int(n) for n in self.weight_VH.shape], [int(n) for n in hidden_RH.shape]
         if len(weight) != 2:
             raise InvalidInput(f"the head's weight has shape {weight}; it must be [vocabulary, hidden]")
@@ -76,7 +76,7 @@ class Head:
                 f"a shard holds ids [{self.first}, {self.end}), outside a vocabulary of {self.vocab_size}"
             )
         for name, other in (("weight", self.weight_VH), ("bias", self.bias_V)):
-            if other is not None and type(other).__module__.split(".")[0] != type(hidden_RH).__module__.split(".")[0]:
+            if other is not None and framework_of(other) != framework_of(hidden_RH):
                 raise InvalidInput(f"the head's {name} is a {type(other)}, the hidden states are a {type(hidden_RH)}")
             if other is not None and _is_double(other) and not _is_double(hidden_RH):
                 raise InvalidInput(f"the head's {name} is in float64, the hidden states are not: give both in float64")

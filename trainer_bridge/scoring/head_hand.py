@@ -8,10 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
-import numpy as np
-
-from keptset.schemas.errors import InvalidInput
-from keptset.trainer_bridge.scoring.hand import Hand, Tensor, hand_for
+from keptset.trainer_bridge.scoring.hand import Hand, Tensor, framework_of
 
 Backward = Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]
 """Gradients of the results (None: none arrived) to gradients of the sources (None: none is due)."""
@@ -75,9 +72,9 @@ class HeadHand(Hand, Protocol):
 
 def head_hand_for(hidden_RH: Tensor) -> HeadHand:
     """The hand for hidden states. InvalidInput where no framework speaks for them."""
-    framework = type(hidden_RH).__module__.split(".")[0]
+    framework = framework_of(hidden_RH)
     hand: HeadHand
-    if isinstance(hidden_RH, np.ndarray):
+    if framework == "numpy":
         from keptset.trainer_bridge.scoring.numpy_head_hand import NumpyHeadHand
 
         hand = NumpyHeadHand(hidden_RH)
@@ -85,11 +82,8 @@ def head_hand_for(hidden_RH: Tensor) -> HeadHand:
         from keptset.trainer_bridge.scoring.paddle_head_hand import PaddleHeadHand
 
         hand = PaddleHeadHand(hidden_RH)
-    elif framework == "torch" or hasattr(hidden_RH, "__torch_function__"):
+    else:
         from keptset.trainer_bridge.scoring.torch_head_hand import TorchHeadHand
 
         hand = TorchHeadHand(hidden_RH)
-    else:
-        hand_for(hidden_RH)  # raises the one message for all
-        raise InvalidInput(f"got a {type(hidden_RH)}")
     return hand
