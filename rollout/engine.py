@@ -33,7 +33,7 @@ from keptset.rollout.top_logprobs import top_logprobs
 from keptset.rollout.truncation import FILTER_ORDER, truncate
 from keptset.schemas.builder import BatchBuilder, Response
 from keptset.schemas.columns import Identity
-from keptset.schemas.errors import InvalidInput
+from keptset.schemas.errors import InvalidInput, RolloutError
 from keptset.schemas.rollout_batch import RolloutBatch
 
 
@@ -82,7 +82,7 @@ class RolloutEngine:
         self._slots: list[Slot | None] = [None] * self.config.slots
         self._seeds: set[int] = set()
         self._ended: list[Response] = []
-        self._paused = False
+        self._paused = self._broken = False
         self._room = KvRoom(
             decoder, slots=self.config.slots, max_length=self.max_length, kv_tokens=self.config.kv_tokens
         )
@@ -128,19 +128,30 @@ class RolloutEngine:
         return request
 
     def step(self) -> list[Response]:
-        """One forward pass. Returns the responses that ended with it, or were aborted since the last."""
+        """One forward pass. Returns the responses that ended with it, or were aborted since the last.
+
+        Errors: RolloutError where an earlier step raised.
+        """
+        if self._broken:
+            raise RolloutError("an earlier step failed, and what it left is not to be trusted; make a new engine")
         ended, self._ended = self._ended, []
         if self._paused:
             return ended
+        self._broken = True  # until this pass is through: one that raises leaves slots and cache at odds
+        ended += self._pass()
+        self._broken = False
+        return ended
+
+    def _pass(self) -> list[Response]:
         self._admit()
         self._share_prompts()
         work = plan_pass(self._slots, self.config.prefill_tokens, self._room.row)
         if work is None:
-            return ended
+            return []
         self.passes += 1
         with paddle.no_grad():
             hidden_TH = self.decoder.forward(work.token_ids_T, work.segments, self._room.cache)
-            return ended + self._draw(work, hidden_TH)
+            return self._draw(work, hidden_TH)
 
     def advance(self, seconds: float) -> RolloutBatch | None:
         """Steps until `seconds` have passed or nothing is left to do; what ended meanwhile, None where nothing did."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from keptset.rollout.logit_processors import check_ids
 from keptset.rollout.sampling import row_seed
 from keptset.schemas.errors import InvalidInput
-from keptset.schemas.sampling_params import SamplingParams
+from keptset.schemas.sampling_params import SamplingParams, is_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,11 @@ class Request:
 
     def check(self, vocab_size: int, max_length: int) -> None:
         """Errors: InvalidInput naming the prompt where it is empty, too long, or holds ids outside the vocabulary."""
+        if not (is_whole(self.sample_index) and 0 <= self.sample_index < 2**31):
+            raise InvalidInput(
+                f"prompt {self.prompt_id}: sample_index is {self.sample_index!r}; "
+                "it must be a whole number in [0, 2**31)"
+            )
         ids = np.asarray(self.prompt_token_ids)
         if ids.ndim != 1 or len(ids) == 0 or not np.issubdtype(ids.dtype, np.integer):
             raise InvalidInput(

@@ -13,12 +13,23 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from keptset.schemas.columns import BY_NAME, COLUMNS, EXTRA_PREFIX, WORDS, Identity, arrow_schema, words
+from keptset.schemas.columns import (
+    BY_NAME,
+    COLUMNS,
+    EXTRA_PREFIX,
+    SET_COLUMNS,
+    TOKEN_COLUMNS,
+    TOKEN_MASKS,
+    WORDS,
+    Identity,
+    arrow_schema,
+    words,
+)
 from keptset.schemas.errors import InvalidInput, ViolationError
 from keptset.schemas.findings import Example, Finding, FindingKind, Severity
 from keptset.schemas.ragged import NestedRagged, Ragged, offsets_of
 from keptset.schemas.rollout_batch import RolloutBatch
-from keptset.schemas.sampling_params import KnownParams, SamplingParams
+from keptset.schemas.sampling_params import KnownParams, SamplingParams, is_whole
 
 MAX_KEPT_IDS = 2**24
 """Batches are cut here, so that some hundred of them can still be joined under 32-bit offsets."""
@@ -73,17 +84,6 @@ class Response:
     """The caller's own columns, names beginning with x_."""
 
 
-_PER_TOKEN = (
-    "sampled",
-    "trainable",
-    "behavior_logprobs",
-    "full_logprobs",
-    "log_kept_mass",
-    "kept_entropy",
-    "kept_logprob_var",
-    "policy_versions",
-)
-_NULL_WHERE_NOT_SAMPLED = _PER_TOKEN[2:]
 _SETTINGS = (
     "temperature",
     "top_p",
@@ -190,7 +190,7 @@ def _make(maker: Maker, responses: list[Response], name: str) -> pa.Array:
 
 def _check_lengths(response: Response) -> None:
     expected = len(response.token_ids)
-    lengths = {name: len(value) for name in _PER_TOKEN if (value := getattr(response, name)) is not None}
+    lengths = {name: len(value) for name in TOKEN_COLUMNS if (value := getattr(response, name)) is not None}
     for name, items in (("kept", ("kept_ids", "kept_logprobs")), ("top", ("top_ids", "top_logprobs"))):
         offsets = getattr(response, f"{name}_offsets")
         present = {item: len(value) for item in items if (value := getattr(response, item)) is not None}
@@ -234,7 +234,7 @@ def _per_token(responses: list[Response], name: str) -> pa.Array:
     present = [np.asarray(value) for value in given if value is not None]
     offsets = offsets_of([0 if value is None else len(value) for value in given])
     valid = None
-    if name in _NULL_WHERE_NOT_SAMPLED and present:
+    if name in TOKEN_COLUMNS and name not in TOKEN_MASKS and present:
         valid = np.concatenate(
             [_sampled(response) for response, value in zip(responses, given, strict=True) if value is not None]
         )
@@ -267,12 +267,23 @@ def _per_kept(responses: list[Response], name: str) -> pa.Array:
 
 
 def _scalar(responses: list[Response], name: str) -> pa.Array:
-    return pa.array([getattr(response, name) for response in responses], BY_NAME[name].type)
+    return _one_each(responses, name, [getattr(response, name) for response in responses])
 
 
 def _setting(responses: list[Response], name: str) -> pa.Array:
-    values = [None if response.params is None else getattr(response.params, name) for response in responses]
-    return pa.array(values, BY_NAME[name].type)
+    return _one_each(
+        responses, name, [None if response.params is None else getattr(response.params, name) for response in responses]
+    )
+
+
+def _one_each(responses: list[Response], name: str, values: list[object]) -> pa.Array:
+    """A column with one value a response. Arrow would cut 2.5 down to 2; here that is an error."""
+    kind = BY_NAME[name].type
+    if pa.types.is_integer(kind):
+        for response, value in zip(responses, values, strict=True):
+            if value is not None and not is_whole(value):
+                raise InvalidInput(f"{response.rollout_id}: {name} is {value!r}; it must be a whole number")
+    return pa.array(values, kind)
 
 
 def _logit_bias(responses: list[Response], name: str) -> pa.Array:
@@ -324,8 +335,8 @@ def _extra(responses: list[Response], name: str) -> pa.Array:
 
 
 _MAKERS: dict[str, Maker] = {
-    **dict.fromkeys(("token_ids", *_PER_TOKEN), _per_token),
-    **dict.fromkeys(("kept_ids", "kept_logprobs", "top_ids", "top_logprobs"), _per_kept),
+    **dict.fromkeys(("token_ids", *TOKEN_COLUMNS), _per_token),
+    **dict.fromkeys(SET_COLUMNS, _per_kept),
     **dict.fromkeys(_SETTINGS, _setting),
     "prompt_token_ids": _prompts,
     "logit_bias": _logit_bias,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 
 from keptset.schemas.errors import InvalidInput
 
@@ -73,13 +74,15 @@ class SamplingParams:
     """Row seed in [0, 2**63), or None: derived from base seed, prompt_id and sample_index."""
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "max_new_tokens", "min_new_tokens", "top_logprobs", "draft_tokens"):
+            _check(is_whole(getattr(self, name)), name, getattr(self, name), "be a whole number")
         _check(
             math.isfinite(self.temperature) and self.temperature >= 0,
             "temperature",
             self.temperature,
             "be finite and >= 0, where 0 is greedy",
         )
-        _check(self.top_k >= 0, "top_k", self.top_k, "be >= 0, where 0 switches the filter off")
+        _check(0 <= self.top_k < 2**31, "top_k", self.top_k, "be in [0, 2^31), where 0 switches the filter off")
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "lie in (0, 1], where 1 switches the filter off")
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "lie in [0, 1], where 0 switches the filter off")
         _check(
@@ -106,29 +109,31 @@ class SamplingParams:
         )
         for token_id, bias in self.logit_bias.items():
             _check(
-                token_id >= 0 and math.isfinite(bias),
+                _is_id(token_id) and math.isfinite(bias),
                 f"logit_bias[{token_id}]",
                 bias,
                 "be finite, of an id >= 0; to ban a token use a ban",
             )
-        _check(all(i >= 0 for i in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "hold ids >= 0")
-        _check(all(self.stop_strings), "stop_strings", self.stop_strings, "hold no empty text")
+        _check(all(map(_is_id, self.stop_token_ids)), "stop_token_ids", self.stop_token_ids, "hold ids >= 0")
+        texts = not isinstance(self.stop_strings, str) and all(isinstance(t, str) and t for t in self.stop_strings)
+        _check(texts, "stop_strings", self.stop_strings, "be a list of texts, none of them empty")
         allowed = self.allowed_token_ids
         _check(
-            allowed is None or (len(allowed) > 0 and all(i >= 0 for i in allowed)),
+            allowed is None or (len(allowed) > 0 and all(map(_is_id, allowed))),
             "allowed_token_ids",
             allowed,
             "hold at least one id, all >= 0; None allows every id",
         )
         _check(
-            all(word and all(i >= 0 for i in word) for word in self.banned_words),
+            all(word and all(map(_is_id, word)) for word in self.banned_words),
             "banned_words",
             self.banned_words,
             "hold non-empty sequences of ids >= 0",
         )
         _check(self.top_logprobs >= 0, "top_logprobs", self.top_logprobs, "be >= 0, where 0 records none")
         _check(self.draft_tokens >= 0, "draft_tokens", self.draft_tokens, "be >= 0, where 0 is no speculation")
-        _check(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "lie in [0, 2**63)")
+        seed = self.seed
+        _check(seed is None or (is_whole(seed) and 0 <= seed < 2**63), "seed", seed, "be a whole number in [0, 2**63)")
 
     @property
     def truncates(self) -> bool:
@@ -160,6 +165,19 @@ class KnownParams:
 
     def __post_init__(self) -> None:
         SamplingParams(**{name: value for name, value in vars(self).items() if value is not None})
+
+
+def is_whole(value: object) -> bool:
+    """Whether this is an integer of Python or NumPy; 2.0 and True are not.
+
+    >>> is_whole(2), is_whole(2.0), is_whole(True)
+    (True, False, False)
+    """
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
 def _check(holds: bool, name: str, value: object, must: str) -> None:

@@ -21,7 +21,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgre
 
 from keptset.rollout.cpu_threads import configure, usable_cores
 from keptset.rollout.sampling import row_seed
-from keptset.schemas.errors import InvalidInput, MissingDependency
+from keptset.schemas.errors import InvalidInput, MissingDependency, StorageError
+from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.schemas.sampling_params import SamplingParams
 from keptset.scripts.ratio_table import RunFacts, SettingResult, judge, to_json
 from keptset.scripts.table import open_console, print_table
@@ -83,18 +84,18 @@ def command(
     started = datetime.now(timezone.utc).astimezone()
     begin = time.monotonic()
     configure()
-    _require("paddle", "ray", "tokenizers")
+    _require("paddle", "ray", "tokenizers", "jinja2", "matplotlib")
     console = Console(stderr=True)
     with _progress(console) as bars:
         plan = _settle(model, prompts, out, actors, gpus_per_actor, address, seed, max_new_tokens, started, bars)
         spool = _generate(plan, bars)
-        results = _score(plan, spool, bars)
-    run = _facts(plan, results, started, time.monotonic() - begin)
-    report = _write(plan, run, results)
+        batch, results = _score(plan, spool, bars)
+    run = _facts(plan, batch, started, time.monotonic() - begin)
     if as_json:
         print(json.dumps(to_json(run, results), indent=2))
     else:
         print_table(run, results, open_console())
+    report = _write(plan, run, results)
     console.print(f"report: {report}", highlight=False, soft_wrap=True)
     console.print(f"rollouts: {spool}", highlight=False, soft_wrap=True)
     if not all(judge(result).passes for result in results):
@@ -140,6 +141,7 @@ def _settle(
 def _generate(plan: Plan, bars: Progress) -> Path:
     """Every prompt under every setting, into a spool; returns the spool's folder."""
     from keptset.rollout.config import EngineConfig
+    from keptset.rollout.models import DecoderConfig
     from keptset.rollout.pool import RolloutPool
     from keptset.rollout.request import Request
     from keptset.rollout.tokenizer import Tokenizer
@@ -165,6 +167,9 @@ def _generate(plan: Plan, bars: Progress) -> Path:
         for prompt in prompts
         for name, params in SETTINGS.items()
     ]
+    config = DecoderConfig.from_folder(plan.model)
+    for request in requests:
+        request.resolved(plan.seed).check(config.vocab_size, config.max_position_embeddings)
     spool = plan.folder / "spool"
     with _bar(bars, f"starting {plan.actors} actors", total=None):
         pool = RolloutPool(
@@ -183,8 +188,8 @@ def _generate(plan: Plan, bars: Progress) -> Path:
     return spool
 
 
-def _score(plan: Plan, spool: Path, bars: Progress) -> list[SettingResult]:
-    """Read the spool and measure every setting."""
+def _score(plan: Plan, spool: Path, bars: Progress) -> tuple[RolloutBatch, list[SettingResult]]:
+    """Read the spool and measure every setting; returns what was read, too."""
     from keptset.rollout.models import load_decoder
     from keptset.schemas.rollout_batch import concat_batches
     from keptset.schemas.storage.spool import SpoolReader
@@ -194,16 +199,16 @@ def _score(plan: Plan, spool: Path, bars: Progress) -> list[SettingResult]:
     decoder = load_decoder(plan.model)
     names = batch.column(SETTING_COLUMN).to_numpy(zero_copy_only=False)
     with _bar(bars, "scoring tokens", total=batch.num_tokens) as task:
-        return [
+        results = [
             measure(name, params, decoder, batch.filter(names == name), lambda done: bars.advance(task, done))
             for name, params in SETTINGS.items()
         ]
+    return batch, results
 
 
-def _facts(plan: Plan, results: list[SettingResult], started: datetime, seconds: float) -> RunFacts:
+def _facts(plan: Plan, batch: RolloutBatch, started: datetime, seconds: float) -> RunFacts:
     import keptset
 
-    prompts = sum(1 for line in plan.prompts.read_text().splitlines() if line.strip())
     packages = ("paddlepaddle", "paddlepaddle-gpu", "ray", "numpy", "pyarrow")
     installed = {d.metadata["Name"].lower(): d.version for d in metadata.distributions() if d.metadata["Name"]}
     return RunFacts(
@@ -211,8 +216,8 @@ def _facts(plan: Plan, results: list[SettingResult], started: datetime, seconds:
         engine=f"keptset {keptset.__version__} on Ray",
         scorer="the same decoder, in one pass over prompt and response, where the engine went token by token",
         dtype="float32",
-        prompts=prompts,
-        responses=prompts * len(results),
+        prompts=len(set(batch.column("prompt_id").to_pylist())),
+        responses=len(batch),
         actors=plan.actors,
         threads_per_actor=plan.threads_per_actor,
         seed=plan.seed,
@@ -227,7 +232,11 @@ def _facts(plan: Plan, results: list[SettingResult], started: datetime, seconds:
 def _write(plan: Plan, run: RunFacts, results: list[SettingResult]) -> Path:
     from keptset.scripts.report import write_report
 
-    (plan.folder / "results.json").write_text(json.dumps(to_json(run, results), indent=2), encoding="utf-8")
+    path = plan.folder / "results.json"
+    try:
+        path.write_text(json.dumps(to_json(run, results), indent=2), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}; the rollouts beside it are whole") from error
     return write_report(plan.folder / "report.html", run, results)
 
 

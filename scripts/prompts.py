@@ -55,6 +55,8 @@ class Entry:
             token_ids = _encode(self.kind, self.value, tokenizer)
         except (InvalidInput, ValueError, OverflowError, TypeError) as error:
             raise InvalidInput(f"{self.where}: {error}") from error
+        if not len(token_ids):
+            raise InvalidInput(f"{self.where}: the prompt is empty; a response needs at least one token before it")
         return Prompt(prompt_id=self.prompt_id, token_ids=token_ids, extra=self.extra)
 
 
@@ -177,6 +179,8 @@ def _common(where: str, name: str, known: pa.DataType | None, value: object) -> 
 def _encode(kind: str, value: Any, tokenizer: Tokenizer | None) -> npt.NDArray[np.int32]:
     if kind == "token_ids":
         ids = np.asarray(value)
+        if isinstance(value, list) and any(isinstance(token_id, bool) for token_id in value):
+            raise InvalidInput("token_ids hold true or false; they must be whole numbers")
         if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
             raise InvalidInput(
                 f"token_ids must be one row of whole numbers, not {ids.dtype} of shape {list(ids.shape)}"

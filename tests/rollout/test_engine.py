@@ -11,7 +11,7 @@ from keptset.rollout.engine import RolloutEngine  # noqa: E402
 from keptset.rollout.models import Segment, load_decoder  # noqa: E402
 from keptset.rollout.request import Request  # noqa: E402
 from keptset.rollout.sampling import uniforms  # noqa: E402
-from keptset.schemas.errors import InvalidInput  # noqa: E402
+from keptset.schemas.errors import InvalidInput, RolloutError  # noqa: E402
 from keptset.schemas.sampling_params import SamplingParams  # noqa: E402
 from keptset.schemas.validation import validate  # noqa: E402
 from keptset.trainer_bridge import reference  # noqa: E402
@@ -140,8 +140,11 @@ def test_memory_grows_with_the_longest_request_under_way(decoder):
     engine = RolloutEngine(decoder, EngineConfig(slots=2))
     short = requests(1)[0]
     long = Request(prompt_id="long", prompt_token_ids=np.arange(150, dtype=np.int32), params=short.params)
+    alone = RolloutEngine(decoder, EngineConfig(slots=2))
+    tokens = alone.generate([short]).token_ids[0].tolist()
     batch = engine.generate([short, long])
-    assert batch.token_ids[0].tolist() == RolloutEngine(decoder).generate([short]).token_ids[0].tolist()
+    assert batch.token_ids[0].tolist() == tokens
+    assert engine._room.cache.allocated >= 150 > alone._room.cache.allocated
 
 
 def test_a_request_whose_logits_are_nan_fails_alone():
@@ -202,3 +205,14 @@ def test_no_truncation_records_b_as_the_full_log_probability(decoder):
     for t, token in enumerate(tokens):
         row = logits[len(prompt) + t - 1]
         assert abs(batch.behavior_logprobs.values[t] - (row[token] - reference.logsumexp(row))) < 2e-5
+
+
+def test_an_engine_whose_step_failed_says_so_instead_of_waiting_forever(decoder, monkeypatch):
+    engine = RolloutEngine(decoder)
+    engine.submit(requests(1)[0])
+    monkeypatch.setattr("keptset.rollout.engine.truncate", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    monkeypatch.undo()
+    with pytest.raises(RolloutError, match="an earlier step failed"):
+        engine.step()

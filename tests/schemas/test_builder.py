@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import pytest
 
 from keptset.schemas import builder as builder_module
 from keptset.schemas.builder import BatchBuilder, Response, canonical_extras
-from keptset.schemas.columns import COLUMNS, Identity
+from keptset.schemas.columns import COLUMNS, SET_COLUMNS, TOKEN_COLUMNS, Identity
 from keptset.schemas.errors import InvalidInput, ViolationError
 from keptset.schemas.findings import FindingKind
 from keptset.schemas.rollout_batch import RolloutBatch
@@ -163,6 +164,23 @@ def test_a_column_of_another_length_is_refused_at_once(name: str) -> None:
     assert (finding.kind, finding.examples[0].rollout_id) == (FindingKind.LENGTHS, "r")
 
 
+def test_every_list_column_but_the_ids_themselves_follows_the_tokens() -> None:
+    lists = {column.name for column in COLUMNS if str(column.type).startswith("list<")}
+    assert {*TOKEN_COLUMNS, *SET_COLUMNS, "token_ids", "prompt_token_ids"} == lists
+    assert SET_COLUMNS == ("kept_ids", "kept_logprobs", "top_ids", "top_logprobs")
+
+
+@pytest.mark.parametrize("name", TOKEN_COLUMNS)
+def test_builder_and_validation_both_look_at_the_length_of_every_per_token_column(name: str) -> None:
+    with pytest.raises(ViolationError, match=f"{name} has 2"):
+        BatchBuilder(IDENTITY).add(full(**{name: getattr(full(), name)[:2]}))
+    arrow = build(full()).arrow
+    index = arrow.schema.get_field_index(name)
+    shorter = pc.list_slice(arrow.column(index), 0, 2, return_fixed_size_list=False)
+    broken = arrow.set_column(index, arrow.schema.field(index), shorter)
+    assert [finding.kind for finding in validate(RolloutBatch.from_arrow(broken))] == [FindingKind.LENGTHS]
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -257,3 +275,9 @@ def test_rare_settings_are_written_one_way_only() -> None:
     assert ours == '{"min_new_tokens":3,"stop_token_ids":[2,9]}'
     (row,) = build(full(sampler_extras='{"mine":1}')).arrow.to_pylist()
     assert row["sampler_extras"] == '{"mine":1}'
+
+
+@pytest.mark.parametrize("changes", [{"sample_index": 1.5}, {"seed": 7.9}, {"seed": True}])
+def test_a_fraction_is_never_cut_down_to_a_whole_number(changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match=f"r: {next(iter(changes))} is .*; it must be a whole number"):
+        build(full(**changes))

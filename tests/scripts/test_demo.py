@@ -126,9 +126,10 @@ def test_the_command_ends_with_1_where_a_bound_is_broken(model, prompts, tmp_pat
     honest = demo._score
 
     def shifted(plan, spool, bars):
-        return [
+        batch, results = honest(plan, spool, bars)
+        return batch, [
             replace(result, kept_set_ratio=replace(result.kept_set_ratio, choice_abs_log_mean=3e-5))
-            for result in honest(plan, spool, bars)
+            for result in results
         ]
 
     monkeypatch.setattr(demo, "_score", shifted)
@@ -154,6 +155,18 @@ def test_a_model_that_is_no_folder_is_wrong_use(prompts, tmp_path):
     assert "nowhere is no folder" in process.stderr and "Traceback" not in process.stderr
 
 
+def test_a_prompt_beyond_the_context_and_actors_beyond_the_machine_are_told_before_anything_is_sampled(
+    model, prompts, tmp_path
+):
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"prompt_id": "endless", "token_ids": [1] * 300}))
+    process = run("--model", model, "--prompts", long, cwd=tmp_path)
+    assert process.returncode == 2 and "prompt endless has 300 tokens" in process.stderr
+    process = run("--model", model, "--prompts", prompts, "--actors", 500, cwd=tmp_path)
+    assert process.returncode == 2 and "500 actors of 1 CPU need 500" in process.stderr
+    assert "Traceback" not in process.stderr
+
+
 class _Words:
     """A tokenizer that knows nothing but lengths."""
 
@@ -174,6 +187,12 @@ class _Words:
         ('{"prompt_id": "a", "text": "x"}\n\n{"prompt_id": "a", "text": "y"}\n', "line 3: prompt_id 'a' occurs twice"),
         ('{"token_ids": ["x"]}\n', "line 1: "),
         ('{"token_ids": [99999999999]}\n', "line 1: "),
+        ('{"token_ids": [1.5, 2]}\n', "line 1: token_ids must be one row of whole numbers"),
+        ('{"token_ids": ["1", "2"]}\n', "line 1: token_ids must be one row of whole numbers"),
+        ('{"token_ids": [true, 2]}\n', "line 1: token_ids hold true or false"),
+        ('{"token_ids": 7}\n', "line 1: token_ids must be one row"),
+        ('{"token_ids": []}\n', "line 1: the prompt is empty"),
+        ('{"text": ""}\n', "line 1: the prompt is empty"),
     ],
 )
 def test_a_prompt_file_that_cannot_be_used_is_refused_by_line(tmp_path, content, told):
