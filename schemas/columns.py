@@ -5,6 +5,7 @@ One row is one response. docs/schema is made from the descriptions below.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
 
@@ -137,6 +138,19 @@ COLUMNS: tuple[Column, ...] = tuple(
     ]
 )
 BY_NAME = {column.name: column for column in COLUMNS}
+
+
+def _lists_of(is_item: Callable[[pa.DataType], bool]) -> tuple[str, ...]:
+    lists = (column for column in COLUMNS if pa.types.is_list(column.type) and is_item(column.type.value_type))
+    return tuple(column.name for column in lists if column.name not in ("prompt_token_ids", "token_ids"))
+
+
+SET_COLUMNS = _lists_of(pa.types.is_list)
+"""Columns with one set for each of `token_ids`."""
+TOKEN_COLUMNS = _lists_of(lambda item: not pa.types.is_list(item))
+"""Columns with one value for each of `token_ids`."""
+TOKEN_MASKS = _lists_of(pa.types.is_boolean)
+"""Those of them that say yes or no, of every token; the others are null where a token was not sampled."""
 EXTRA_PREFIX = "x_"
 """Columns of the caller's own begin so and are carried through untouched."""
 

@@ -15,23 +15,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from keptset.schemas.columns import SET_COLUMNS, TOKEN_COLUMNS, TOKEN_MASKS
 from keptset.schemas.findings import FindingKind
 from keptset.schemas.ragged import AnyArray, BoolArray, IntArray, NestedRagged, Ragged
 from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.schemas.validation.collector import Collector, Indices, always
 
-TOKEN_COLUMNS = (
-    "sampled",
-    "trainable",
-    "behavior_logprobs",
-    "full_logprobs",
-    "log_kept_mass",
-    "kept_entropy",
-    "kept_logprob_var",
-    "policy_versions",
-)
-SET_COLUMNS = ("kept_ids", "kept_logprobs", "top_ids", "top_logprobs")
-_NO_NULL_ITEMS = ("token_ids", "sampled", "trainable")
+_NO_NULL_ITEMS = ("token_ids", *TOKEN_MASKS)
 
 
 @dataclass(frozen=True)
