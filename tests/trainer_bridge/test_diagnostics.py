@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from keptset.schemas.errors import InvalidInput
+from keptset.schemas.errors import InvalidInput, ViolationError
+from keptset.schemas.findings import FindingKind
 from keptset.trainer_bridge import reference
 from keptset.trainer_bridge.alignment import to_packed
 from keptset.trainer_bridge.budget import Budget
@@ -320,7 +321,46 @@ def test_a_budget_of_nothing_has_no_data() -> None:
     budget.add(full_now_T=[np.nan], kept_now_T=[0.0], behavior_T=[0.0])
     assert budget.report()["total"].mean is None
     budget.merge(Budget())
-    assert budget.count == 0
+    assert (budget.count, budget.not_measured, budget.excluded) == (0, 1, {})
+
+
+NAN, INF = np.nan, np.inf
+FAULTS = {
+    "full_now_T": [-1.0, NAN, -INF, -1.0, NAN, -1.0, -INF],
+    "kept_now_T": [-1.0, -1.0, -1.0, NAN, NAN, -1.0, -INF],
+    "behavior_T": [-1.5, -1.0, -1.0, -1.0, -1.0, INF, -1.0],
+}
+
+
+@pytest.mark.parametrize("versioned", [False, True])
+def test_the_budget_counts_what_it_excludes_and_what_was_not_measured_apart(versioned: bool) -> None:
+    version = {"kept_version_T": [-1.0] * 7} if versioned else {}
+    one, other = Budget(), Budget()
+    one.add(**FAULTS, **version, on_violation="exclude")
+    other.add(**FAULTS, **version, on_violation="exclude")
+    assert (one.count, one.not_measured, one.excluded) == (1, 1, {"non_finite": 5})
+    one.merge(other)
+    assert (one.count, one.not_measured, one.excluded) == (2, 2, {"non_finite": 10})
+    assert one.report()["total"].mean == 0.5
+
+
+@pytest.mark.parametrize("token", [2, 3, 4, 5, 6])
+def test_the_budget_raises_for_a_value_that_is_no_finite_number_and_counts_nothing(token: int) -> None:
+    values = {name: [-1.0, value[token]] for name, value in FAULTS.items()}
+    budget = Budget()
+    with pytest.raises(ViolationError, match="r3.*7.*full_now") as raised:
+        budget.add(**values, locate=lambda index: ("r3", 6 + index))
+    kinds = [finding.kind for finding in raised.value.findings]
+    assert kinds == ([FindingKind.LOGPROB] if token == 5 else [])
+    assert budget == Budget()
+
+
+def test_a_version_that_scored_nothing_is_no_missing_measurement() -> None:
+    budget = Budget()
+    with pytest.raises(ViolationError, match="kept_version nan"):
+        budget.add(full_now_T=[NAN], kept_now_T=[-1.0], kept_version_T=[NAN], behavior_T=[-1.0])
+    with pytest.raises(InvalidInput, match="on_violation is 'drop'"):
+        budget.add(full_now_T=[-1.0], kept_now_T=[-1.0], behavior_T=[-1.0], on_violation="drop")  # type: ignore[arg-type]
 
 
 def test_a_report_is_frozen(world: Any) -> None:
