@@ -118,9 +118,13 @@ def sampled_tokens(batch: RolloutBatch) -> SampledTokens:
     """Flatten a batch to its sampled tokens.
 
     Errors: ViolationError of kind `lengths` where a per-token column differs in length from the response, `nulls`
-    where kept sets are missing though the support is `kept`, or given though it is not, or a mask holds a null.
+    where kept sets are missing though the support is `kept`, or given though it is not, or where a mask or a list of
+    ids holds a null.
     """
     tokens = batch.token_ids
+    _require_values(batch, "token_ids", tokens, whole_lists=True)
+    if batch.prompt_token_ids is not None:
+        _require_values(batch, "prompt_token_ids", batch.prompt_token_ids, whole_lists=False)
     _require_values(batch, "sampled", batch.sampled, whole_lists=True)
     if batch.trainable is not None:
         _require_values(batch, "trainable", batch.trainable, whole_lists=False)
@@ -154,7 +158,7 @@ def sampled_tokens(batch: RolloutBatch) -> SampledTokens:
 
 
 def _require_values(batch: RolloutBatch, name: str, column: Ragged, *, whole_lists: bool) -> None:
-    """A null here would silently read as False, and the token would leave every ratio."""
+    """A null would silently read as False, and its token leave every ratio, or as an id that no vocabulary has."""
     null_B = np.zeros(len(column), bool)
     if whole_lists and column.row_valid is not None:
         null_B |= ~column.row_valid

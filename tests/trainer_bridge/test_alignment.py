@@ -255,6 +255,8 @@ def altered(batch: RolloutBatch, **columns: pa.Array) -> RolloutBatch:
         ("kept_ids", [[[12, 13]], [[21], None, [23]], [[33]]], FindingKind.LENGTHS),
         ("kept_ids", [None, [[21], None, [23]], [[33]]], FindingKind.NULLS),
         ("support", ["full", "kept", "kept"], FindingKind.NULLS),
+        ("token_ids", [[12, None], [21, 22, 23], [33]], FindingKind.NULLS),
+        ("prompt_token_ids", [[None, 11], None, [30, 31, 32]], FindingKind.NULLS),
         ("sampled", [[True, None], [True, False, True], [True]], FindingKind.NULLS),
         ("sampled", [None, [True, False, True], [True]], FindingKind.NULLS),
         ("trainable", [[True, None], None, None], FindingKind.NULLS),
