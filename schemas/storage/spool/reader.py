@@ -189,7 +189,7 @@ class SpoolReader:
 
     def _put_name_aside(self, name: str, damage: DamagedFile) -> None:
         if self._on_damaged == "raise":
-            raise damage
+            raise DamagedFile(f"{damage}; {_way_out(name)}") from damage
         self.set_aside.append(SetAside(name, str(damage)))
 
     def _next_batch(self, place: SpoolFile) -> int:
@@ -261,6 +261,19 @@ def _settled(file: int, path: Path, start: int) -> Iterator[StoredBatch]:
                 raise
             damaged_at = start
             time.sleep(_SECOND_LOOK_SECONDS)
+
+
+def _way_out(name: str) -> str:
+    """What the caller can do about a damaged or foreign file."""
+    skip = "read on with on_damaged='skip', which passes over"
+    place = SpoolFile.of(Path(name))
+    if place is None:
+        return f"move it out of the folder, or {skip} it"
+    if place.suffix == PUBLISHED:
+        return f"put back a copy of it, or {skip} what is left of it"
+    return (
+        f"recover the folder once its writer has ended, which keeps the whole batches before the damage, or {skip} it"
+    )
 
 
 def _pair(writer: str, at: Sequence[int]) -> tuple[int, int]:

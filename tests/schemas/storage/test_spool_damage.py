@@ -73,6 +73,27 @@ def test_the_message_says_whether_a_file_was_cut_altered_or_never_a_spool_file(p
             list(SpoolReader(folder))
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("a-00000000.arrow", "put back a copy of it, or read on with on_damaged='skip'"),
+        ("a-00000000.open", "recover the folder .* or read on with on_damaged='skip'"),
+        ("from elsewhere.arrow", "move it out of the folder, or read on with on_damaged='skip'"),
+    ],
+)
+def test_the_message_says_what_to_do_and_a_file_set_aside_keeps_the_reason_alone(
+    folder: Path, name: str, told: str
+) -> None:
+    folder.mkdir()
+    (folder / name).write_bytes(b"prompt,response\n1,2\n")
+    with pytest.raises(DamagedFile, match=told):
+        list(SpoolReader(folder))
+    reader = SpoolReader(folder, on_damaged="skip")
+    assert list(reader) == []
+    (entry,) = reader.set_aside
+    assert "on_damaged" not in entry.reason
+
+
 def plain_arrow_file() -> bytes:
     sink = pa.BufferOutputStream()
     table = pa.table({"a": [1, 2, 3]})
