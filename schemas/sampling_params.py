@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
+from typing import Any
 
 from keptset.schemas.errors import InvalidInput
 
@@ -115,8 +116,9 @@ class SamplingParams:
                 "be finite, of an id >= 0; to ban a token use a ban",
             )
         _check(all(map(_is_id, self.stop_token_ids)), "stop_token_ids", self.stop_token_ids, "hold ids >= 0")
-        texts = not isinstance(self.stop_strings, str) and all(isinstance(t, str) and t for t in self.stop_strings)
-        _check(texts, "stop_strings", self.stop_strings, "be a list of texts, none of them empty")
+        stops: Any = self.stop_strings
+        listed = isinstance(stops, (tuple, list)) and all(isinstance(text, str) and text for text in stops)
+        _check(listed, "stop_strings", stops, "be a list of texts, none of them empty")
         allowed = self.allowed_token_ids
         _check(
             allowed is None or (len(allowed) > 0 and all(map(_is_id, allowed))),
@@ -176,8 +178,8 @@ def is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+def _is_id(value: Any) -> bool:
+    return is_whole(value) and bool(value >= 0)
 
 
 def _check(holds: bool, name: str, value: object, must: str) -> None:
