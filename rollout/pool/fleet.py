@@ -108,10 +108,7 @@ class Fleet:
             return None
         timeout = max(0.0, min(waits) - time.monotonic())
         ready, _ = ray.wait(list(awaited), num_returns=1, timeout=timeout)
-        if not ready:
-            for seat in self.seats:
-                if seat.handle is not None and seat.is_watched and time.monotonic() >= seat.deadline:
-                    self.lose(seat, f"no answer within {seat.limit:g} s")
+        if self._lose_overdue(awaited) or not ready:
             return None
         seat = awaited[ready[0]]
         self._order.remove(seat)
@@ -123,6 +120,17 @@ class Fleet:
         except RayError as error:
             self.lose(seat, reason_of(error))
         return None
+
+    def _lose_overdue(self, awaited: Mapping[Any, Seat]) -> bool:
+        """Give up actors past their deadline, unless what is awaited is there and only nobody has looked since."""
+        now = time.monotonic()
+        late = {reference: seat for reference, seat in awaited.items() if now >= seat.deadline}
+        if not late:
+            return False
+        _, missing = ray.wait(list(late), num_returns=len(late), timeout=0)
+        for reference in missing:
+            self.lose(late[reference], f"no answer within {late[reference].limit:g} s")
+        return bool(missing)
 
     def answered(self, seat: Seat) -> None:
         """This actor has answered something: it works."""

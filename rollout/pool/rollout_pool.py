@@ -9,7 +9,6 @@ they are answered as they would have been.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,7 +21,6 @@ from ray.exceptions import RayError
 from keptset.rollout.actor import RolloutWorker, Turn
 from keptset.rollout.checkpoint_engine import CheckpointEngine
 from keptset.rollout.config import EngineConfig
-from keptset.rollout.cpu_threads import usable_cores
 from keptset.rollout.engine_protocol import CachePolicy, EngineFactory, Running
 from keptset.rollout.metrics import PoolMetrics
 from keptset.rollout.pool.delivery import Delivery
@@ -31,18 +29,12 @@ from keptset.rollout.pool.events import log_event
 from keptset.rollout.pool.fleet import Fleet
 from keptset.rollout.pool.ledger import Entry, Ledger, asked_twice, failure_text
 from keptset.rollout.pool.placement import Placement, PlacementStrategy
+from keptset.rollout.pool.resources import check_resources, check_settings, start_ray
 from keptset.rollout.pool.seat import TURNS_QUEUED, reason_of
 from keptset.rollout.pool.weight_sync import WeightSync, as_arrays
 from keptset.rollout.request import Request
 from keptset.schemas.errors import InvalidInput, RolloutError
 from keptset.schemas.rollout_batch import RolloutBatch
-
-
-def local_actors(checkpoint_bytes: int) -> int:
-    """How many single-threaded actors this machine carries: one per usable core, as far as memory goes."""
-    cores = usable_cores()
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(cores, available // max(1, 3 * checkpoint_bytes)))
 
 
 class RolloutPool:
@@ -83,7 +75,7 @@ class RolloutPool:
         Errors: InvalidInput for a setting that cannot be; the engine's own, such as CheckpointError, where it cannot be
         made; RolloutError where the actors do not start in time.
         """
-        _check(actors, gpus_per_actor, threads_per_actor, max_restarts, max_attempts)
+        check_settings(actors, gpus_per_actor, threads_per_actor, max_restarts, max_attempts)
         self.config = config or EngineConfig()
         self.name = name
         slots = self.config.slots
@@ -94,11 +86,10 @@ class RolloutPool:
         self._unsettled: set[Delivery] = set()
         self._fleet: Fleet | None = None
         self._placement: Placement | None = None
-        self._owns_ray = not ray.is_initialized()
-        if self._owns_ray:
-            options: dict[str, Any] = {"include_dashboard": False} if address is None else {}
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
+        self._ends_ray = not ray.is_initialized()
+        own = start_ray(address) if self._ends_ray else False
         try:
+            check_resources(own=own, actors=actors, cpus=threads_per_actor, gpus=gpus_per_actor)
             self._metrics = PoolMetrics({"pool": name})
             placed = self._placement = Placement(
                 placement, actors=actors, cpus=threads_per_actor, gpus=gpus_per_actor, seconds=start_timeout_seconds
@@ -146,7 +137,7 @@ class RolloutPool:
             self._fleet.close()
         if self._placement is not None:
             self._placement.remove()
-        if self._owns_ray:
+        if self._ends_ray:
             ray.shutdown()
 
     @property
@@ -327,13 +318,3 @@ class RolloutPool:
                 f"{len(self._unsettled)} deliveries are unsettled, more than window = {window}; fetch them with get(), "
                 "or say done() when another process has read them"
             )
-
-
-def _check(actors: int, gpus: float, threads: int, max_restarts: int, max_attempts: int) -> None:
-    least = {"actors": (actors, 1), "threads_per_actor": (threads, 1), "max_attempts": (max_attempts, 1)}
-    least |= {"max_restarts": (max_restarts, 0)}
-    for name, (value, bound) in least.items():
-        if value < bound:
-            raise InvalidInput(f"{name} is {value}; it must be >= {bound}")
-    if gpus < 0:
-        raise InvalidInput(f"gpus_per_actor is {gpus}; it must be >= 0")

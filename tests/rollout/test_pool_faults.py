@@ -1,5 +1,6 @@
 """Actors that die, hang, run out of memory or break their contract: who is answered, who is given up, what is said."""
 
+import itertools
 import logging
 import os
 import signal
@@ -11,6 +12,7 @@ ray = pytest.importorskip("ray", reason="needs the package ray")
 
 from keptset.rollout.config import EngineConfig  # noqa: E402
 from keptset.rollout.pool import RolloutPool  # noqa: E402
+from keptset.rollout.pool.resources import check_resources, start_ray  # noqa: E402
 from keptset.schemas.errors import InvalidInput, RolloutError  # noqa: E402
 from keptset.schemas.rollout_batch import concat_batches  # noqa: E402
 from keptset.schemas.validation import validate  # noqa: E402
@@ -58,6 +60,23 @@ def test_what_a_lost_actor_had_is_answered_as_it_would_have_been(deed, scripted,
     assert "actor_restarted" in dict(events)
     told = {KILL: "process has died", HANG: "no answer within 5 s", MEMORY: "MemoryError", RAISE: "the device is gone"}
     assert told[deed] in dict(events)["actor_lost"]
+
+
+def test_a_hung_actor_is_noticed_while_the_others_keep_busy(scripted, ask, tmp_path):
+    (stuck,) = ask(1, HANG, name="bad", extra={"x_once": str(tmp_path / "done")})
+
+    def endless():
+        yield stuck
+        for number in itertools.count():
+            yield from ask(1, name=f"n{number}-")
+
+    with RolloutPool(scripted(), CONFIG, actors=2, turn_seconds=0.01, turn_timeout_seconds=1.5) as pool:
+        deadline = time.monotonic() + 60
+        for batch in pool.run(endless()):
+            if any(name.startswith("bad0/") for name in batch.rollout_ids):
+                break
+            assert time.monotonic() < deadline
+        assert pool.restarts == 1
 
 
 def test_actors_killed_again_and_again_at_any_moment_cost_no_answer(scripted, ask, answers):
@@ -138,6 +157,30 @@ def test_refused_requests_are_named_and_the_others_answered(scripted, ask):
 def test_settings_that_cannot_be_are_wrong_use(scripted, settings, told):
     with pytest.raises(InvalidInput, match=told):
         RolloutPool(scripted(), CONFIG, **settings)
+
+
+def test_more_actors_than_a_machine_by_itself_carries_are_refused_and_a_cluster_is_given_time(caplog):
+    check_resources(own=True, actors=4, cpus=1, gpus=0)
+    with pytest.raises(InvalidInput, match="5 actors of 1 CPU need 5, and this Ray has 4: ask for fewer"):
+        check_resources(own=True, actors=5, cpus=1, gpus=0)
+    with pytest.raises(InvalidInput, match="1 actors of 0.5 GPU need 0.5, and this Ray has 0"):
+        check_resources(own=True, actors=1, cpus=1, gpus=0.5)
+    check_resources(own=False, actors=5, cpus=1, gpus=0)
+    assert "waiting_for_room" in caplog.text
+
+
+@pytest.mark.parametrize(("address", "variable"), [("auto", None), (None, "10.0.0.1:6379")])
+def test_a_cluster_that_is_not_there_is_named(monkeypatch, address, variable):
+    def nobody(**options):
+        assert "include_dashboard" not in options, "that is for whoever starts a cluster"
+        raise ConnectionError("no one answers")
+
+    monkeypatch.setattr(ray, "init", nobody)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if variable:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    with pytest.raises(RolloutError, match=f"Ray at '{address or variable}' cannot be used: no one answers. Start a"):
+        start_ray(address)
 
 
 def test_actors_that_cannot_be_placed_are_an_error_that_says_what_is_free(scripted):
