@@ -7,6 +7,7 @@ acknowledged. Numbers are what rollout_ids are made of: a writer's go up by one 
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import sys
@@ -27,6 +28,7 @@ from keptset.schemas.storage.spool import SpoolReader, SpoolWriter, recover
 
 KILLS_PER_FOLDER = 10
 WRITERS = ("a", "b", "c")
+HANG_SECONDS, _TICK = 60.0, 0.25
 
 
 class Lost(AssertionError):
@@ -83,15 +85,21 @@ class _Round:
     def run(self, kills: int) -> Killed:
         self.folder.mkdir(parents=True)
         follower = _fork(self._follow)
-        while self.killed.kills < kills:
-            count = min(self.random.choice((1, 1, 2, 3)), kills - self.killed.kills)
-            self._kill_some(self.random.sample(WRITERS, count))
+        try:
+            while self.killed.kills < kills:
+                count = min(self.random.choice((1, 1, 2, 3)), kills - self.killed.kills)
+                self._kill_some(self.random.sample(WRITERS, count))
+                self._check()
+            recover(self.folder, fsync=False)
             self._check()
-        recover(self.folder, fsync=False)
-        self._check()
-        (self.folder / "stop").touch()
-        followed = follower.rest()
-        if follower.wait() != 0:
+            (self.folder / "stop").touch()
+            followed = follower.rest()
+        except BaseException:
+            follower.kill()
+            raise
+        finally:
+            code = follower.wait()
+        if code != 0:
             raise Lost(f"a reader that followed {self.folder} failed")
         if Counter(followed) != Counter(self._stored()):
             raise Lost(f"a reader that followed {self.folder} missed something, or had something twice")
@@ -104,12 +112,14 @@ class _Round:
         }
         running = {name: _fork(self._write, name, self.next[name], settings) for name in writers}
         recovery = _fork(self._recover) if self.random.random() < 0.3 else None
-        if self.random.random() < 0.8:
-            for process in running.values():
-                process.wait_for_a_line()
-        time.sleep(self.random.uniform(0.0, self.random.choice((0.005, 0.03, 0.1))))
-        for process in (*running.values(), *([recovery] if recovery else [])):
-            process.kill()
+        try:
+            if self.random.random() < 0.8:
+                for process in running.values():
+                    process.wait_for_a_line()
+            time.sleep(self.random.uniform(0.0, self.random.choice((0.005, 0.03, 0.1))))
+        finally:
+            for process in (*running.values(), *([recovery] if recovery else [])):
+                process.kill()
         for name, process in running.items():
             said = process.rest()
             self.killed.kills += 1
@@ -176,8 +186,16 @@ class _Process:
         self.heard = b""
 
     def wait_for_a_line(self) -> None:
-        while b"\n" not in self.heard and (piece := os.read(self.said, 1 << 16)):
-            self.heard += piece
+        """Errors: Lost where none comes; ticks are counted, since this process may itself be stopped for a while."""
+        ticks = 0
+        while b"\n" not in self.heard:
+            if select.select([self.said], [], [], _TICK)[0]:
+                piece = os.read(self.said, 1 << 16)
+                if not piece:
+                    return
+                self.heard += piece
+            elif (ticks := ticks + 1) * _TICK > HANG_SECONDS:
+                raise Lost("a writer acknowledged nothing and did not end")
 
     def rest(self) -> list[str]:
         """All whole lines up to its end."""
