@@ -97,6 +97,7 @@ def test_the_identity_is_part_of_the_content(batch_of: Callable[..., RolloutBatc
 
 LISTS = [[], [0], [0, 0], [None], [0, None], [None, 0], [-1], None]
 NESTED = [[], [[]], [None], [[], []], [[0]], [[0], []], [[], [0]], [[0, 0]], [[0], [0]], [[None]], [[0], None], None]
+NESTED += [[None, None, None], [[], [0], [0, 0]]]  # equal, number by number, if it were not said which numbers are what
 
 
 @pytest.mark.parametrize(

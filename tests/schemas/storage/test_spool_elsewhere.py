@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import os
 import threading
 from collections.abc import Callable
@@ -206,6 +207,37 @@ def test_two_that_upload_the_same_file_leave_it_there_once_and_whole(
     assert sorted(os.listdir(tmp_path / WHERE)) == sorted(f"a-{number:08d}.arrow" for number in range(20))
 
 
+def test_an_upload_waits_for_another_one_of_the_same_file(mock: fs.FileSystem, staging: Path) -> None:
+    remote = folder_of(WHERE, mock)
+    assert isinstance(remote, RemoteFolder)
+    staging.mkdir()
+    local = staging / "a-00000000.arrow"
+    local.write_bytes(b"rollouts")
+    told: list[str] = []
+    with local.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=lambda: told.append(remote.upload(local)))
+        waiting.start()
+        waiting.join(0.2)
+        assert told == []
+        mock.create_dir(WHERE, recursive=True)
+        put(mock, "a-00000000.arrow", local.read_bytes())
+        local.unlink()
+    waiting.join()
+    assert told == [f"{WHERE}/a-00000000.arrow"]
+
+
+def test_a_writer_uploads_its_own_files_alone(mock: fs.FileSystem, staging: Path, batch_of: BatchOf) -> None:
+    with SpoolWriter(staging, "b") as crashed:
+        crashed.append(batch_of(0, 1))
+    with SpoolWriter(WHERE, "a", filesystem=mock, staging=staging) as writer:
+        writer.append(batch_of(1, 1))
+    assert (names(mock), os.listdir(staging)) == (["a-00000000.arrow"], ["b-00000000.arrow"])
+    (recovered,) = recover(WHERE, filesystem=mock, staging=staging)
+    assert (recovered.writer, recovered.batches, recovered.dropped_bytes) == ("b", 1, 0)
+    assert (sorted(ids(mock)), os.listdir(staging)) == (["rollout-0", "rollout-1"], [])
+
+
 def test_a_file_that_is_gone_before_it_was_uploaded_is_missed(mock: fs.FileSystem, staging: Path) -> None:
     remote = folder_of(WHERE, mock)
     assert isinstance(remote, RemoteFolder)
@@ -221,6 +253,7 @@ def test_damage_is_named_by_its_address_and_set_aside(mock: fs.FileSystem, stagi
     with pytest.raises(DamagedFile, match=r"^bucket/run/spool/a-00000001\.arrow was cut off"):
         ids(mock)
     put(mock, "elsewhere.arrow", b"?")
+    put(mock, "README.txt", b"rollouts of tuesday")
     reader = SpoolReader(WHERE, filesystem=mock, on_damaged="skip")
     assert [batch.rollout_ids for batch in reader] == [["rollout-0"], ["rollout-2"]]
     assert sorted(entry.name for entry in reader.set_aside) == ["a-00000001.arrow", "elsewhere.arrow"]
