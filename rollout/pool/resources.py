@@ -25,11 +25,12 @@ def start_ray(address: str | None) -> bool:
 
     Errors: RolloutError naming the address where there is nothing to join.
     """
-    # Ray itself looks there where no address is given.
+    # RAY_ADDRESS is how a job finds the cluster that runs it. Without either, Ray would look for any cluster on this
+    # machine, somebody else's among them: only "local" always starts one.
     joins = address or os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = {} if joins else {"include_dashboard": False}
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
+        ray.init(address=joins or "local", log_to_driver=False, logging_level="ERROR", **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"at {joins!r}" if joins else "on this machine"
         raise RolloutError(

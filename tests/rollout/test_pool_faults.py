@@ -23,7 +23,7 @@ KILL, HANG, MEMORY, RAISE, REFUSE, TWICE = range(40, 46)
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
 
@@ -72,7 +72,8 @@ def test_a_hung_actor_is_noticed_while_the_others_keep_busy(scripted, ask, tmp_p
 
     with RolloutPool(scripted(), CONFIG, actors=2, turn_seconds=0.01, turn_timeout_seconds=1.5) as pool:
         deadline = time.monotonic() + 60
-        for batch in pool.run(endless()):
+        # The consumer is so slow that whoever works is always done by then.
+        for batch in pool.run(endless(), progress=lambda turn: time.sleep(0.05)):
             if any(name.startswith("bad0/") for name in batch.rollout_ids):
                 break
             assert time.monotonic() < deadline
@@ -94,18 +95,33 @@ def test_actors_killed_again_and_again_at_any_moment_cost_no_answer(scripted, as
         assert pool.restarts == 3
 
 
-def test_a_prompt_that_always_kills_its_actor_is_given_up_by_name_and_takes_no_other_with_it(scripted, ask, answers):
-    requests = ask(12)
-    requests[5:5] = ask(1, KILL, name="poison")
+@pytest.mark.parametrize("poisoned", [1, 3])
+def test_prompts_that_always_kill_their_actor_are_given_up_by_name_and_take_no_other_with_them(
+    poisoned, scripted, ask, answers
+):
+    requests = ask(5)
+    at = 2 if poisoned == 1 else 0
+    requests[at:at] = ask(poisoned, KILL, name="poison")
     with RolloutPool(scripted(), CONFIG, actors=1, turn_seconds=0.02) as pool:
         answered, error = collected(pool.run(requests))
-        assert answered == answers(ask(12))
-        assert "1 requests were not answered: poison0/0/" in str(error)
+        assert answered == answers(ask(5))
+        assert f"{poisoned} requests were not answered: poison0/0/" in str(error)
         assert "lost 3 times, the last time: its worker process has died" in str(error)
-        assert list(pool.failures) == [name for name in pool.failures if name.startswith("poison0/")]
-        assert pool.restarts == 3
+        assert len(pool.failures) == poisoned and all(name.startswith("poison") for name in pool.failures)
+        assert pool.restarts == 2 + poisoned
         again, error = collected(pool.run(ask(3, name="later")))
         assert len(again) == 3 and error is None, "what failed before is not told again"
+
+
+def test_an_engine_that_answers_nothing_is_given_up_soon_however_much_is_asked(scripted, ask):
+    with RolloutPool(scripted(), CONFIG, actors=2, turn_seconds=0.02, max_restarts=1, max_attempts=2) as pool:
+        with pytest.raises(
+            RolloutError, match="the device is gone.*not begun: no actor is left: RuntimeError: the device"
+        ):
+            list(pool.run(ask(1000, RAISE)))
+        assert pool.restarts <= 6
+        with pytest.raises(RolloutError, match="Others were not begun: no actor is left"):
+            list(pool.run(ask(3)))
 
 
 def test_an_actor_that_never_comes_up_again_leaves_the_rest_to_the_others(scripted, ask, answers, tmp_path, caplog):

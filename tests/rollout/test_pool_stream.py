@@ -24,6 +24,7 @@ KILL = 40
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
     ray.init(
+        "local",
         num_cpus=4,
         include_dashboard=False,
         log_to_driver=False,
@@ -196,6 +197,8 @@ def test_weights_go_through_the_store_once_and_no_token_has_a_version_its_actor_
         assert max(seen) == 3
         assert len(stored) == 3
         os.kill(pool.process_ids()[0], signal.SIGKILL)
+        while pool.restarts == 0:
+            pool.process_ids()  # the other one shall not be done before it is there again
         late = list(pool.run(ask(30, name="late")))
         assert pool.restarts == 1
         assert {version for batch in late for version in batch.policy_versions.values.tolist()} == {3}

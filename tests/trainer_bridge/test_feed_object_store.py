@@ -20,7 +20,7 @@ from keptset.trainer_bridge.feed import object_store
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[ModuleType]:
     ray = pytest.importorskip("ray")
-    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
     yield ray
     ray.shutdown()
 
