@@ -7,6 +7,15 @@ Names below load on first use, so ``import keptset`` itself brings in neither Pa
 
 import importlib
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from keptset.schemas.errors import KeptsetError as KeptsetError
+    from keptset.schemas.findings import FindingKind as FindingKind
+    from keptset.schemas.rollout_batch import RolloutBatch as RolloutBatch
+    from keptset.schemas.rollout_batch import concat_batches as concat_batches
+    from keptset.schemas.sampling_params import SamplingParams as SamplingParams
+    from keptset.schemas.validation import validate as validate
 
 __version__ = "0.1.0"
 __path__ = [os.path.dirname(os.path.abspath(__file__))]
