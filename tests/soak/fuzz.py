@@ -76,11 +76,13 @@ def fuzz(
     total: dict[str, Tried] = {job.reader: Tried() for job in jobs}
     lock = threading.Lock()
     errors: list[BaseException] = []
+    running: list[Child] = []
 
     def work() -> None:
         with contextlib.ExitStack() as closing:
             folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="keptset-fuzz-", dir=_memory())))
             child = closing.enter_context(contextlib.closing(Child(folder, seed, faults, hang_seconds)))
+            running.append(child)
             try:
                 while not errors:
                     job = waiting.get_nowait()
@@ -90,7 +92,7 @@ def fuzz(
                     with lock:
                         total[job.reader].add(tried)
                         done(job, tried)
-            except queue.Empty:
+            except (queue.Empty, Ended):
                 return
             except BaseException as error:  # noqa: BLE001 - handed on to the thread that waits
                 errors.append(error)
@@ -98,11 +100,21 @@ def fuzz(
     threads = [threading.Thread(target=work) for _ in range(children)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as error:
+        errors.append(error)
+        for child in running:
+            child.end()
+        raise
     if errors:
         raise errors[0]
     return total
+
+
+class Ended(Exception):
+    """This run was ended; what a child was at does not count."""
 
 
 def _memory() -> str | None:
@@ -115,7 +127,7 @@ class Child:
 
     def __init__(self, folder: Path, seed: int, faults: Path, hang_seconds: float) -> None:
         self.folder, self.seed, self.faults, self.hang_seconds = folder, seed, faults, hang_seconds
-        self.hung = False
+        self.hung = self.ended = False
         self.process: subprocess.Popen[str] | None = None
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         (folder / "progress").write_bytes(bytes(8))
@@ -137,12 +149,21 @@ class Child:
                     start = job.stop
                 else:
                     tried.faults.append(self._save(job.reader, entry["number"], entry["fault"]))
+            if self.ended:
+                raise Ended
             if start < job.stop:  # the child is dead
                 number = self._progress()
                 tried.faults.append(self._save(job.reader, number, self._cause()))
                 start = number + 1
         tried.inputs = start - job.start
         return tried
+
+    def end(self) -> None:
+        """Give up what is being done. May be called by another thread."""
+        self.ended = True
+        process = self.process
+        if process is not None:
+            process.kill()
 
     def close(self) -> None:
         if self.process is None:
@@ -164,6 +185,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
+            start_new_session=True,  # what ends this run at a terminal is no fault of a reader
         )
         self.lines = queue.SimpleQueue()
         threading.Thread(target=_pump, args=(self.process, self.lines), daemon=True).start()

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from collections import Counter
@@ -151,10 +152,13 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main() -> int:
     arguments = parsed(None)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     arguments.work.mkdir(parents=True, exist_ok=True)
     progress = Progress(arguments.work / "progress.json", arguments.seed)
     try:
         run(progress, arguments)
+    except KeyboardInterrupt:
+        tell("ended before it was done; the same command goes on")
     finally:
         progress.save()
         arguments.report.write_text(json.dumps(report(progress, arguments), indent=2) + "\n", encoding="utf-8")
@@ -165,7 +169,7 @@ def main() -> int:
         f"{sum(tried.inputs for tried in progress.readers.values())} inputs, {progress.killed.kills} kills: "
         f"{len(faults) + bool(progress.lost)} faults"
     )
-    return 1 if faults or progress.lost else 0
+    return 1 if faults or progress.lost or not report(progress, arguments)["complete"] else 0
 
 
 def run(progress: Progress, arguments: argparse.Namespace) -> None:
