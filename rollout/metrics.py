@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from ray.util.metrics import Counter, Gauge, Histogram
 
 PREFIX = "keptset_rollout_"
-SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384]
-"""Upper bounds of the histogram of |K|."""
+SIZES = [1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5, 256.5, 512.5, 1024.5, 4096.5, 16384.5]
+"""Upper bounds of the histogram of |K|, between whole numbers: to which side a bound itself belongs, Ray's versions see
+differently."""
 MASSES = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999, 1.0]
 """Upper bounds of the histogram of the kept mass."""
 LAGS = [0.5, 1.5, 2.5, 4.5, 8.5, 16.5, 32.5]
@@ -68,7 +69,7 @@ class WorkerMetrics(_Metrics):
         self._running = self._gauge("running", "Requests being decoded.")
         self._waiting = self._gauge("waiting", "Requests at an actor that wait for a slot or memory.")
         self._kv_use = self._gauge("kv_use", "Share of the key-value memory promised to running requests.")
-        self._kept_size = self._histogram("kept_size", "Ids in the kept set of a token; a sample.", [*SIZES])
+        self._kept_size = self._histogram("kept_size", "Ids in the kept set of a token; a sample.", SIZES)
         self._kept_mass = self._histogram("kept_mass", "Probability of the kept set of a token; a sample.", MASSES)
 
     def turn(self, tokens: int, seconds: float, load: EngineLoad, batch: RolloutBatch | None) -> None:

@@ -1,11 +1,9 @@
-"""What a consumer sees: references and backpressure, weights under way, placement, metrics."""
+"""What a consumer sees: references and backpressure, weights under way, placement."""
 
 import itertools
 import os
-import re
 import signal
 import time
-import urllib.request
 
 import numpy as np
 import pytest
@@ -29,7 +27,6 @@ def local_ray():
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
-        _system_config={"metrics_report_interval_ms": 500},
     )
     yield
     ray.shutdown()
@@ -229,35 +226,3 @@ def test_placement_groups_of_the_pools_own_go_with_it_and_the_callers_stay(pool,
     ray.util.remove_placement_group(group)
     with pytest.raises(RolloutError, match=r"3 bundles of 1 CPU cannot be placed STRICT_SPREAD within 1 s; free are"):
         RolloutPool(scripted(), CONFIG, actors=3, placement="STRICT_SPREAD", start_timeout_seconds=1)
-
-
-def test_prometheus_finds_what_the_pool_does(pool, ask):
-    sum(len(batch) for batch in pool.run(ask(60)))
-    pool.update_weights(1, {"w": np.zeros(3)})
-    sum(len(batch) for batch in pool.run(ask(60, name="q")))
-    found = _exported('pool="shared"', until="version_lag_count")
-    assert found["tokens_total"] >= 480 and found["responses_total"] >= 120
-    assert found["actors"] == 2
-    assert found["kept_size_bucket 2.0"] == 0 < found["kept_size_bucket 4.0"] == found["kept_size_count"]
-    assert found["kept_mass_bucket 0.7"] == 0 < found["kept_mass_bucket 0.8"] == found["kept_mass_count"]
-    assert found["version_lag_bucket 0.5"] == found["version_lag_count"] > 0
-    assert found["weight_sync_seconds_count"] == 1
-    assert {"queue_length", "owed", "running", "waiting", "tokens_per_second"} <= found.keys()
-
-
-def _exported(tag, until):
-    """Metric (and bucket) to its sum over the processes of one pool, once `until` is there."""
-    port = ray.nodes()[0]["MetricsExportPort"]
-    deadline = time.monotonic() + 60
-    found = {}
-    while until not in found and time.monotonic() < deadline:
-        time.sleep(0.5)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-            page = answer.read().decode()
-        found = {}
-        for name, tags, value in re.findall(r"^ray_keptset_rollout_(\w+)\{(.*?)\} (\S+)$", page, re.MULTILINE):
-            bound = re.search(r'le="(.*?)"', tags)
-            if tag in tags:
-                key = name if bound is None else f"{name} {bound[1]}"
-                found[key] = found.get(key, 0.0) + float(value)
-    return found

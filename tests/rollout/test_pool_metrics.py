@@ -1,0 +1,64 @@
+"""What Prometheus reads of a pool, on a Ray of its own: nothing another test left is in the way."""
+
+import re
+import time
+import urllib.request
+
+import numpy as np
+import pytest
+
+ray = pytest.importorskip("ray", reason="needs the package ray")
+
+from keptset.rollout.config import EngineConfig  # noqa: E402
+from keptset.rollout.pool import RolloutPool  # noqa: E402
+
+
+@pytest.fixture
+def pool(scripted):
+    ray.init(
+        "local",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        _system_config={"metrics_report_interval_ms": 500},
+    )
+    with RolloutPool(scripted(), EngineConfig(slots=4), actors=2, turn_seconds=0.01, name="shared") as pool:
+        yield pool
+    ray.shutdown()
+
+
+def test_prometheus_finds_what_the_pool_does(pool, ask):
+    sum(len(batch) for batch in pool.run(ask(60)))
+    pool.update_weights(1, {"w": np.zeros(3)})
+    sum(len(batch) for batch in pool.run(ask(60, name="q")))
+    # Every process reports by itself: what counts is there once all of them have.
+    least = {"tokens_total": 480, "responses_total": 120, "version_lag_count": 1, "weight_sync_seconds_count": 1}
+    found = _exported('pool="shared"', least)
+    assert found["tokens_total"] >= 480 and found["responses_total"] >= 120
+    assert found["actors"] == 2
+    assert found["kept_size_bucket 2.5"] == 0 < found["kept_size_bucket 4.5"] == found["kept_size_count"]
+    assert found["kept_mass_bucket 0.7"] == 0 < found["kept_mass_bucket 0.8"] == found["kept_mass_count"]
+    assert found["version_lag_bucket 0.5"] == found["version_lag_count"] > 0
+    assert found["weight_sync_seconds_count"] == 1
+    assert {"queue_length", "owed", "running", "waiting", "tokens_per_second"} <= found.keys()
+
+
+def _exported(tag, least):
+    """Metric (and bucket) to its sum over the processes of one pool, once those in `least` are that large."""
+    port = ray.nodes()[0]["MetricsExportPort"]
+    if port <= 0:
+        pytest.skip("metrics need the package ray[default]")
+    deadline = time.monotonic() + 60
+    found = {}
+    while any(found.get(name, 0) < bound for name, bound in least.items()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            page = answer.read().decode()
+        found = {}
+        for name, tags, value in re.findall(r"^ray_keptset_rollout_(\w+)\{(.*?)\} (\S+)$", page, re.MULTILINE):
+            bound = re.search(r'le="(.*?)"', tags)
+            if tag in tags:
+                key = name if bound is None else f"{name} {bound[1]}"
+                found[key] = found.get(key, 0.0) + float(value)
+    return found
