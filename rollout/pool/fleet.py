@@ -90,10 +90,10 @@ class Fleet:
                 log_event(logging.INFO, "actor_restarted", pool=self._name, actor=seat.number)
                 seat.fill(self._start_limit, self.version, self._weights)
 
-    def close(self) -> None:
-        """End every actor."""
+    def close(self, *, kill: bool = True) -> None:
+        """End every actor; without `kill` they are gone already, and are only forgotten."""
         for seat in self.seats:
-            seat.end()
+            seat.end(kill=kill)
             seat.owed.clear()
 
     def await_turn(self) -> Seat | None:

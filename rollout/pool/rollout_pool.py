@@ -88,6 +88,7 @@ class RolloutPool:
         self._placement: Placement | None = None
         self._ends_ray = not ray.is_initialized()
         own = start_ray(address) if self._ends_ray else False
+        self._connection = ray.get_runtime_context().get_worker_id()
         try:
             check_resources(own=own, actors=actors, cpus=threads_per_actor, gpus=gpus_per_actor)
             self._metrics = PoolMetrics({"pool": name})
@@ -133,8 +134,12 @@ class RolloutPool:
         if self._is_closed:
             return
         self._is_closed = True
+        # Where Ray was shut down meanwhile, to ask it or the next one for our actors would end this process.
+        is_there = ray.is_initialized() and ray.get_runtime_context().get_worker_id() == self._connection
         if self._fleet is not None:
-            self._fleet.close()
+            self._fleet.close(kill=is_there)
+        if not is_there:
+            return
         if self._placement is not None:
             self._placement.remove()
         if self._ends_ray:

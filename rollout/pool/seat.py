@@ -113,9 +113,9 @@ class Seat:
         self._since = time.monotonic()
         return turn, batch
 
-    def end(self) -> None:
+    def end(self, *, kill: bool = True) -> None:
         """End the actor, whatever it is doing."""
-        if self.handle is not None:
+        if self.handle is not None and kill:
             ray.kill(self.handle)
         self.turns.clear()
         self.errands.clear()

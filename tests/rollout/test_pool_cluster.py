@@ -49,7 +49,7 @@ def test_a_node_taken_away_midway_costs_no_answer_and_the_pool_comes_back_to_its
                 held.append(delivery)  # nobody has fetched these when the node goes
                 continue
             if number == 4:
-                cluster.remove_node(nodes[0], allow_graceful=False)
+                cluster.remove_node(_other_than_ours(nodes), allow_graceful=False)
                 cluster.add_node(num_cpus=1, object_store_memory=2**27)
                 held.append(delivery)
                 for old in held:
@@ -63,6 +63,26 @@ def test_a_node_taken_away_midway_costs_no_answer_and_the_pool_comes_back_to_its
         assert len(set(pool.process_ids())) == 2
         used = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         assert len(used) == 3
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["and is away", "and was started anew"])
+def test_a_pool_that_outlives_its_ray_is_closed_without_a_word(cluster, scripted, ask, again):
+    cluster, _ = cluster
+    with RolloutPool(scripted(pause=0.01), CONFIG, turn_seconds=0.05) as pool:
+        stream = pool.run(ask(100, tokens=50))
+        next(stream)
+        ray.shutdown()
+        if again:
+            ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    stream.close()
+    if not again:
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+
+
+def _other_than_ours(nodes):
+    """Without the node that this process is connected to, which may be any of this machine's, all would end."""
+    ours = ray.get_runtime_context().get_node_id()
+    return next(node for node in nodes if node.node_id != ours)
 
 
 def _add(found, batch):
