@@ -19,7 +19,8 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
-from targets import REFUSALS, Fault, Target, target
+from targets import target
+from trial import REFUSALS, Fault, Target
 
 MEMORY_BYTES = 6 * 2**30
 """Of addresses. A length that lies may ask for more than there is; it must not get it."""

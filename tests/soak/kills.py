@@ -21,7 +21,7 @@ from pathlib import Path
 from random import Random
 
 import pyarrow as pa
-from targets import sample_batches
+from file_targets import sample_batches
 
 from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.schemas.storage.spool import SpoolReader, SpoolWriter, recover
