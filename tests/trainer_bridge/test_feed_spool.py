@@ -60,6 +60,19 @@ def test_a_restarted_trainer_gets_what_it_did_not_deal_with(tmp_path: Path) -> N
     assert rest == ["b1", "b2"]
 
 
+def test_a_restarted_trainer_that_kept_what_it_saw_gets_no_response_twice(tmp_path: Path) -> None:
+    folder, seen = tmp_path / "spool", tmp_path / "trainer.seen"
+    with SpoolWriter(folder, "a") as writer:
+        writer.append(a_batch("0"))
+    ((_, position),) = follow(folder, seen=seen, finished=lambda: True)
+    with SpoolWriter(folder, "b") as writer:
+        writer.append(a_batch("0"))
+        writer.append(a_batch("1"))
+    for kept, expected in ((None, ["0", "1"]), (seen, ["1"])):
+        again = follow(folder, position=position, seen=kept, finished=lambda: True)
+        assert [name for batch, _ in again for name in batch.rollout_ids] == expected
+
+
 def test_what_came_just_before_the_end_is_not_missed(tmp_path: Path) -> None:
     writer = SpoolWriter(tmp_path, "a")
     calls = []
