@@ -166,7 +166,7 @@ def _requests(job: Job, held: Mapping[str, bytes], summary: Summary) -> Iterator
                 prompt_token_ids=prompt.token_ids,
                 params=replace(job.params, seed=row_seed(job.config.base_seed, prompt.prompt_id, sample)),
                 sample_index=sample,
-                group_id=prompt.prompt_id if job.samples > 1 else None,
+                group_id=prompt.prompt_id,
                 rollout_id=name,
                 extra=prompt.extra,
             )

@@ -15,6 +15,7 @@ from keptset.rollout.request import Request
 from keptset.schemas.adapters import Stated, from_transformers, from_vllm
 from keptset.schemas.columns import Identity
 from keptset.schemas.errors import InvalidInput, RolloutError
+from keptset.schemas.rollout_batch import concat_batches
 from keptset.schemas.sampling_params import SamplingParams
 from keptset.schemas.validation import validate
 
@@ -154,6 +155,20 @@ def test_a_worker_drops_what_nobody_wants_any_more():
     worker.abandon([request.rollout_id for request in requests(4)])
     turn, batch = worker.turn(requests(2), seconds=1e6)
     assert turn.unfinished == 0 and len(batch) == 2
+
+
+def test_a_worker_hands_over_no_memory_but_its_batchs_own():
+    class Sliced(GenerateEngine):
+        def advance(self, seconds):
+            batch = super().advance(seconds)
+            parent = concat_batches([batch, *[many] * 200])
+            return parent.slice(0, len(batch))
+
+    many = recorded(requests(8, sample_index=1)).batch
+    many = many.take(np.arange(len(many)))
+    worker = RolloutWorker(lambda: Sliced(recorded, version=41))
+    _, batch = worker.turn(requests(2), seconds=1.0)
+    assert len(batch) == 2 and batch.arrow.get_total_buffer_size() < 20_000
 
 
 def test_a_worker_refuses_versions_that_its_engine_never_held():

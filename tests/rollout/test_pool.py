@@ -13,6 +13,7 @@ from keptset.rollout.actor import RolloutWorker  # noqa: E402
 from keptset.rollout.checkpoint_engine import CheckpointEngine  # noqa: E402
 from keptset.rollout.config import EngineConfig  # noqa: E402
 from keptset.rollout.engine import RolloutEngine  # noqa: E402
+from keptset.rollout.engine_protocol import ReportsLoad  # noqa: E402
 from keptset.rollout.models import load_decoder  # noqa: E402
 from keptset.rollout.pool import RolloutPool, local_actors  # noqa: E402
 from keptset.rollout.request import Request  # noqa: E402
@@ -139,6 +140,9 @@ def test_a_turn_ends_in_time_and_keeps_what_is_unfinished():
     begin = time.monotonic()
     turn, batch = worker.turn([request.resolved(0) for request in requests(40, new_tokens=200)], seconds=0.1)
     assert turn.unfinished == 40 and batch is None
+    load = worker.engine.load
+    assert isinstance(worker.engine, ReportsLoad) and (load.running, load.waiting) == (4, 36)
+    assert 0 < load.kv_use <= 1
     assert time.monotonic() - begin < 5
     turn, batch = worker.turn([], seconds=600)
     assert turn.unfinished == 0 and len(batch) == 40 and set(turn.finished) == set(batch.rollout_ids)

@@ -1,5 +1,7 @@
 """`keptset rollout`: what it draws, how it goes on, what it says and ends with."""
 
+import dataclasses
+import inspect
 import json
 import os
 import shutil
@@ -19,9 +21,10 @@ tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokeniz
 
 from keptset.schemas.errors import InvalidInput  # noqa: E402
 from keptset.schemas.rollout_batch import concat_batches  # noqa: E402
+from keptset.schemas.sampling_params import SamplingParams  # noqa: E402
 from keptset.schemas.storage.spool import SpoolReader, SpoolWriter, writer  # noqa: E402
 from keptset.schemas.validation import validate  # noqa: E402
-from keptset.scripts import main  # noqa: E402
+from keptset.scripts import main, rollout  # noqa: E402
 from keptset.scripts.sampling_options import banned_words, sampling_params  # noqa: E402
 
 CHECKPOINTS = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
@@ -314,6 +317,17 @@ def test_a_log_that_cannot_be_written_is_wrong_use(run, prompts, model, tmp_path
     log = tmp_path / "no" / "log"
     code, _, err = run(prompts, "-o", tmp_path / "spool", "--model", model, *OPTIONS, "--log", log)
     assert code == 2 and "log cannot be written" in err
+
+
+def test_every_sampling_setting_has_an_option():
+    other_names = {
+        "stop_strings": "stop",
+        "stop_token_ids": "stop_token_id",
+        "allowed_token_ids": "allow_token_id",
+        "banned_words": "ban",
+    }
+    settings = {other_names.get(field.name, field.name) for field in dataclasses.fields(SamplingParams)}
+    assert settings - set(inspect.signature(rollout.command).parameters) == set()
 
 
 def test_a_banned_word_is_banned_as_it_is_spelled_with_and_without_a_space():
