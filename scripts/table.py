@@ -1,68 +1,27 @@
 """The demo's results on a terminal: two lines a setting, grouped by what the numbers are about.
 
 The upper line answers what a trainer would see, the lower one gives the numbers that decide whether the row passes.
-On a wide terminal all groups stand beside each other; on a narrower one they follow one another as two tables, and
-where even these do not fit as a list. Output into a pipe is 120 wide and without colour.
+Output into a pipe is 120 wide and without colour.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TextIO
 
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from keptset.scripts import number_text
+from keptset.scripts.grouped_table import Group, Numbers, Row, grouped_table
 from keptset.scripts.ratio_table import OUTSIDE, RunFacts, SettingResult, judge, verdict_line
 
 PIPE_WIDTH = 120
-MIN_NAME = 12
-"""Least width of the column of setting names, which wrap at spaces."""
 
-_GAP = 2
-"""Spaces between columns, of which the box draws one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Group:
-    """Neighbouring numbers under one heading. Cells are aligned here, so that a group stays or moves as one."""
-
-    title: str
-    labels: tuple[tuple[str, int], ...]
-    """What the upper line holds, each with its width."""
-
-    @property
-    def width(self) -> int:
-        return sum(width for _, width in self.labels) + len(self.labels) - 1
-
-    def header(self) -> Text:
-        labels = " ".join(label.rjust(width) for label, width in self.labels)
-        return Text.assemble((self.title.ljust(self.width), "bold"), "\n", (labels, "dim"))
-
-    def cell(self, numbers: _Numbers) -> Text:
-        upper = " ".join(text.rjust(width) for text, (_, width) in zip(numbers.upper, self.labels, strict=True))
-        lower = ", ".join(f"{label} {text}" for label, text in numbers.lower)
-        return Text.assemble(upper, "\n", (lower.rjust(self.width), "dim"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Numbers:
-    """What a group says about one setting."""
-
-    upper: tuple[str, ...]
-    """One text for each label of the group."""
-    lower: tuple[tuple[str, str], ...]
-    """Label and text."""
-
-
-_KEPT = _Group(title="kept set", labels=(("mass", 7), ("size", 6), ("median", 6), ("p99", 6)))
-_FULL = _Group(title="ratio, full vocabulary", labels=(("mean", 7), ("median", 7), ("outside", 7)))
-_OVER_K = _Group(title="ratio, kept set", labels=(("mean", 9), ("error", 7), ("median", 7), ("outside", 7)))
-_FLOORS = _Group(title="floors", labels=(("path", 13),))
+_KEPT = Group(title="kept set", labels=(("mass", 7), ("size", 6), ("median", 6), ("p99", 6)))
+_FULL = Group(title="ratio, full vocabulary", labels=(("mean", 7), ("median", 7), ("outside", 7)))
+_OVER_K = Group(title="ratio, kept set", labels=(("mean", 9), ("error", 7), ("median", 7), ("outside", 7)))
+_FLOORS = Group(title="floors", labels=(("path", 13),))
 _ALL = (_KEPT, _FULL, _OVER_K, _FLOORS)
 
 
@@ -86,21 +45,8 @@ def print_table(run: RunFacts, results: Sequence[SettingResult], console: Consol
 
 def ratio_table(results: Sequence[SettingResult], width: int) -> RenderableType:
     """The results laid out for `width` columns."""
-    for split in ([_ALL], [_ALL[:2], _ALL[2:]]):
-        if all(MIN_NAME + sum(_GAP + group.width for group in groups) <= width for groups in split):
-            tables = [_table(results, groups) for groups in split]
-            return Group(tables[0], *(part for table in tables[1:] for part in ("", table)))
-    return _list(results)
-
-
-def _table(results: Sequence[SettingResult], groups: Sequence[_Group]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, _GAP - 1, 0, 0), pad_edge=False, show_edge=False, leading=1)
-    table.add_column(Text("setting", style="bold"), min_width=MIN_NAME)
-    for group in groups:
-        table.add_column(group.header(), no_wrap=True, min_width=group.width)
-    for result in results:
-        table.add_row(_name(result), *(group.cell(_numbers(group, result)) for group in groups))
-    return table
+    rows = [Row(name=_name(result), numbers=tuple(_numbers(group, result) for group in _ALL)) for result in results]
+    return grouped_table("setting", rows, _ALL, split=2, width=width)
 
 
 def _name(result: SettingResult) -> Text:
@@ -109,21 +55,21 @@ def _name(result: SettingResult) -> Text:
     return Text(f"{result.name} FAILS", style="bold red")
 
 
-def _numbers(group: _Group, result: SettingResult) -> _Numbers:
+def _numbers(group: Group, result: SettingResult) -> Numbers:
     full, kept = result.full_vocabulary_ratio, result.kept_set_ratio
     if group is _KEPT:
         sizes = (result.kept_size_mean, result.kept_size_median, result.kept_size_p99)
-        return _Numbers(
+        return Numbers(
             upper=(number_text.ratio(result.kept_mass_mean), *(number_text.size(size) for size in sizes)),
             lower=(("tokens", f"{result.tokens:,}"), ("|K|=1", number_text.share(result.kept_size_one_share))),
         )
     if group is _FULL:
-        return _Numbers(
+        return Numbers(
             upper=(number_text.ratio(full.mean), number_text.ratio(full.median), number_text.share(full.share_outside)),
             lower=(("mean - mass", number_text.small(result.mass_gap, signed=True)),),
         )
     if group is _OVER_K:
-        return _Numbers(
+        return Numbers(
             upper=(
                 number_text.ratio(kept.mean, 7),
                 number_text.small(kept.std_error),
@@ -135,27 +81,10 @@ def _numbers(group: _Group, result: SettingResult) -> _Numbers:
                 ("max", number_text.small(kept.choice_abs_log_max)),
             ),
         )
-    return _Numbers(
+    return Numbers(
         upper=(number_text.small(result.path_floor.mean_abs),),
         lower=(("batch", number_text.small(result.batch_floor.mean_abs)),),
     )
-
-
-def _list(results: Sequence[SettingResult]) -> Table:
-    """A label and a value a line: no width is too small for it."""
-    table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column(overflow="fold")
-    table.add_column(overflow="fold", justify="right")
-    for result in results:
-        table.add_row(_name(result), "")
-        for group in _ALL:
-            numbers = _numbers(group, result)
-            table.add_row(Text(group.title, style="dim"), "")
-            labels = [label for label, _ in group.labels]
-            for label, text in [*zip(labels, numbers.upper, strict=True), *numbers.lower]:
-                table.add_row(f"  {label}", text)
-        table.add_row("", "")
-    return table
 
 
 def _legend() -> str:
