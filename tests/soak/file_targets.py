@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from mutations import mutate_bytes
 from trial import Fault, Target
 
@@ -19,6 +20,11 @@ from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.schemas.sampling_params import SamplingParams
 from keptset.schemas.storage.archive import read_archive, write_archive
 from keptset.schemas.storage.spool import SpoolReader, SpoolWriter, recover
+from keptset.schemas.storage.spool.publish import publish
+from keptset.schemas.storage.spool.stream import read_whole_batches
+
+FIRST_RELEASE = Path(__file__).resolve().parents[1] / "data" / "schema_v1" / "spool" / "golden-00000000.arrow"
+"""Without joined batches."""
 
 
 def sample_batches() -> list[RolloutBatch]:
@@ -102,16 +108,35 @@ class _FileTarget(Target):
 class PublishedFile(_FileTarget):
     name, suffix = "spool-published", ".arrow"
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        with pa.ipc.open_file(str(FIRST_RELEASE)) as file:
+            numbers = range(file.num_record_batches)
+            self.first_release = [RolloutBatch.from_arrow(file.get_batch(number)) for number in numbers]
+
     def _sound_files(self) -> Iterator[bytes]:
         for compression in ("zstd", "none"):
             yield self._spool_files(self.batches, compression=compression)[1]
-        yield self._spool_files(self.others)[1]
+        opened, joined = self._spool_files(self.others)
+        yield joined
+        yield self._not_joined(opened)
+        yield FIRST_RELEASE.read_bytes()
+
+    def _not_joined(self, opened: bytes) -> bytes:
+        """As a published file of large batches is."""
+        path = self.folder / "sound"
+        path.write_bytes(opened)
+        with path.open("rb", buffering=0) as file:
+            publish(read_whole_batches(file.fileno(), path), path, fsync=False, joined_bytes=0)
+        published = path.read_bytes()
+        path.unlink()
+        return published
 
     def take(self, data: bytes) -> str:
         path = self.folder / "a-00000000.arrow"
         path.write_bytes(data)
         with SpoolReader(self.folder, duplicates="keep") as reader:
-            return require_sound(list(reader), self.batches, self.others)
+            return require_sound(list(reader), self.batches, self.others, self.first_release)
 
 
 class OpenFile(_FileTarget):

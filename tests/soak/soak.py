@@ -120,6 +120,7 @@ def report(progress: Progress, arguments: argparse.Namespace) -> dict[str, Any]:
         "complete": whole,
         "asked": {"inputs_per_reader": arguments.inputs, "kills": arguments.kills},
         "minutes": round(progress.seconds / 60, 1),
+        "code": code_digest(),
         "python": platform.python_version(),
         "pyarrow": pa.__version__,
         "numpy": np.__version__,

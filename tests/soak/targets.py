@@ -12,6 +12,7 @@ from file_targets import Archive, OpenFile, PublishedFile, Recovery
 from trial import Fault, Target
 
 from keptset.schemas.errors import SchemaError
+from keptset.schemas.storage.spool import reader as spool_reader
 
 ENGINES = ("vllm", "sglang", "fastdeploy", "slime")
 READERS = ("spool-published", "spool-open", "spool-recovery", "archive", *ENGINES, "prime_rl", "transformers")
@@ -20,6 +21,8 @@ READERS = ("spool-published", "spool-open", "spool-recovery", "archive", *ENGINE
 # Inputs are small, and their children many.
 pa.set_cpu_count(1)
 pa.set_io_thread_count(1)
+# No writer is at work on a file that is tried here, so that a second look need not wait for it.
+spool_reader.SECOND_LOOK_SECONDS = 0.0
 
 
 class Broken(Target):

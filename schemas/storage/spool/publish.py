@@ -1,4 +1,4 @@
-"""An open stream becomes a published file: rewritten compressed and guarded, then given its name in one step."""
+"""An open stream becomes a published file: joined, compressed and guarded, then given its name in one step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Literal
 import pyarrow as pa
 
 from keptset.schemas.storage.spool.guard import GuardedSink
-from keptset.schemas.storage.spool.stream import HEADER_CRC, StoredBatch
+from keptset.schemas.storage.spool.join import JOINED_BYTES, joined
+from keptset.schemas.storage.spool.stream import StoredBatch
 
 Compression = Literal["zstd", "none"]
 _BUFFER = 2**20
@@ -22,14 +23,22 @@ class Written:
     """What went into a published file."""
 
     batches: int
+    """That were appended."""
     end: int
     """Byte of the stream behind the last of them."""
 
 
-def publish(batches: Iterator[StoredBatch], path: Path, *, fsync: bool, compression: Compression = "zstd") -> Written:
+def publish(
+    batches: Iterator[StoredBatch],
+    path: Path,
+    *,
+    fsync: bool,
+    compression: Compression = "zstd",
+    joined_bytes: int = JOINED_BYTES,
+) -> Written:
     """Write the batches as `path`, which appears whole or not at all; nothing is written where there are none.
 
-    Holds one batch at a time. With `fsync` file and folder are on the device before this returns. Errors: what
+    Holds one joined batch at a time. With `fsync` file and folder are on the device before this returns. Errors: what
     `batches` raises, OSError from the system; a file half written is removed.
     """
     # On the calling thread: batches of a few MiB gain nothing from Arrow's pool, and a rollout's cores have other work.
@@ -40,12 +49,11 @@ def publish(batches: Iterator[StoredBatch], path: Path, *, fsync: bool, compress
         with temporary.open("wb", buffering=_BUFFER) as file:
             sink = GuardedSink(file)
             writer = None
-            for stored in batches:
+            for batch in joined(batches, joined_bytes):
                 if writer is None:
-                    writer = pa.ipc.new_file(pa.PythonFile(sink, mode="w"), stored.arrow.schema, options=options)
-                kept = {key: value for key, value in stored.metadata.items() if key != HEADER_CRC}
-                writer.write_batch(stored.arrow, custom_metadata=kept)
-                written = Written(written.batches + 1, stored.end)
+                    writer = pa.ipc.new_file(pa.PythonFile(sink, mode="w"), batch.arrow.schema, options=options)
+                writer.write_batch(batch.arrow, custom_metadata=batch.metadata)
+                written = Written(written.batches + batch.batches, batch.end)
             if writer is not None:
                 sink.ending()
                 writer.close()

@@ -18,14 +18,15 @@ from keptset.schemas.findings import Finding
 from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.schemas.storage.spool.folder import folder_of
 from keptset.schemas.storage.spool.guard import check_guard
+from keptset.schemas.storage.spool.join import appended_batches
 from keptset.schemas.storage.spool.names import PUBLISHED, SpoolFile
 from keptset.schemas.storage.spool.seen import SeenResponses
-from keptset.schemas.storage.spool.stream import StoredBatch, read_whole_batches, require_version, verify_batch
+from keptset.schemas.storage.spool.stream import StoredBatch, read_whole_batches, require_version
 
 Position = dict[str, tuple[int, int]]
 """For each writer the file and the batch in it that come next: what is before them was read."""
 
-_SECOND_LOOK_SECONDS = 0.05
+SECOND_LOOK_SECONDS = 0.05
 # On the calling thread: a buffer at a time is what Arrow's pool would be given, and a trainer's cores have other work.
 _OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)
 
@@ -46,7 +47,8 @@ class SpoolReader:
     after a batch was dealt with, give it to a new reader to go on. It can be stored as JSON.
 
     Batches still in an open file are read up to the last whole one, or not at all (`include_open=False`). Every batch
-    is checked against its checksum before a value is touched. One batch is held at a time.
+    is checked against its checksum before a value is touched. One batch is held at a time, in a published file with
+    those that it was joined with, up to 4 MiB: who keeps single ones keeps their `compact()`.
 
     The first response of a rollout_id counts. One that comes under it again is passed over, and `findings` counts it: a
     `duplicate` where it is the same, a `conflict` where it is not.
@@ -207,9 +209,7 @@ class SpoolReader:
                 return
             reader = closing.enter_context(pa.ipc.open_file(source, options=_OPTIONS))
             require_version(reader.schema, shown)
-            for number in range(self._next_batch(place), reader.num_record_batches):
-                arrow, metadata = reader.get_batch_with_custom_metadata(number)
-                verify_batch(arrow, dict(metadata or {}), f"{shown}, batch {number}")
+            for arrow in appended_batches(reader, self._next_batch(place), shown):
                 yield from self._next(arrow, place)
         self._position[place.writer] = (place.seq + 1, 0)
 
@@ -260,7 +260,7 @@ def _settled(file: int, path: Path, start: int) -> Iterator[StoredBatch]:
             if damaged_at == start:
                 raise
             damaged_at = start
-            time.sleep(_SECOND_LOOK_SECONDS)
+            time.sleep(SECOND_LOOK_SECONDS)
 
 
 def _way_out(name: str) -> str:

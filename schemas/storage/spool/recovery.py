@@ -13,6 +13,7 @@ from pyarrow import fs
 from keptset.schemas.errors import DamagedFile, SchemaError, StorageError
 from keptset.schemas.storage.spool.folder import folder_of, local_and_remote, upload_published
 from keptset.schemas.storage.spool.guard import check_guard
+from keptset.schemas.storage.spool.join import count_appended
 from keptset.schemas.storage.spool.locks import still_there, try_lock
 from keptset.schemas.storage.spool.names import DAMAGED, OPEN, PUBLISHED, SpoolFile, places
 from keptset.schemas.storage.spool.publish import publish
@@ -121,7 +122,7 @@ def _count_published(path: Path) -> int | None:
     try:
         check_guard(path)
         with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
-            return int(reader.num_record_batches)
+            return count_appended(reader, str(path))
     except (FileNotFoundError, DamagedFile):
         return None
 

@@ -49,7 +49,7 @@ def encode_header(schema: pa.Schema) -> bytes:
 
 def encode_batch(batch: pa.RecordBatch, header: bytes, writer: str) -> pa.Buffer:
     """The message of one batch, to be appended to a stream with that header. Errors: SchemaError as `content_crc32`."""
-    compact = pa.ipc.open_stream(_stream(batch, None)).read_next_batch()
+    compact = as_read(batch)
     metadata = {
         CONTENT_CRC: f"{content_crc32(compact):08x}".encode(),
         HEADER_CRC: f"{zlib.crc32(header):08x}".encode(),
@@ -59,6 +59,11 @@ def encode_batch(batch: pa.RecordBatch, header: bytes, writer: str) -> pa.Buffer
     encoded = _stream(compact, metadata)
     assert encoded.slice(0, len(header)).equals(pa.py_buffer(header)), "Arrow wrote another schema message"
     return encoded.slice(len(header))
+
+
+def as_read(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The same content in the buffers that IPC gives it, which is what its checksum is of."""
+    return pa.ipc.open_stream(_stream(batch, None)).read_next_batch()
 
 
 def _stream(batch: pa.RecordBatch, metadata: Metadata | None) -> pa.Buffer:
