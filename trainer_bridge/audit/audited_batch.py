@@ -1,12 +1,12 @@
-"""A batch as the checks of an audit see it: all rows, those that are sound, and those that count in statistics.
+"""A batch as the checks of an audit see it: all rows, those that ratios are made of, and those that are sound.
 
-Legend: B responses, C counted responses, T sampled tokens of the counted ones.
+Legend: B responses, C counted responses, T sampled tokens of the counted ones, S sampled tokens of the sound ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -41,28 +41,55 @@ class TokenScores:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditedBatch:
-    """One batch on its way through the checks."""
+    """One batch on its way through the checks.
+
+    Two circles of rows. `counted`, for ratios and explanations: a row whose b or whose sets contradict themselves is
+    among them, since only a score can tell which fault of the recorder that is. `sound`, for the statistics of the
+    files alone: what is known to be wrong says nothing about the sampler.
+    """
 
     unit: int
-    """Number of the unit of work; with `number` it orders examples."""
+    """Number of the unit of work; with `first_row` it orders examples."""
     number: int
     """Of the batch in its unit."""
+    first_row: int = 0
+    """Rows of the unit before this batch. How a file is cut into batches does not show in it."""
+    stream: str = ""
+    """Who recorded it, in this order: a spool writer, or a file."""
     batch: RolloutBatch
     """As it was read."""
     structure: tuple[Finding, ...]
-    """What validation says of it."""
+    """What validation says of it, repeated ids and seeds apart: those are looked for over the whole run."""
+    rows_by_kind: Mapping[FindingKind, NDArray[np.int64]] = field(default_factory=dict)
+    """Rows in which validation saw each kind, ascending."""
     sound_B: NDArray[np.bool_]
     """Without a finding at severity `error`."""
     counted_B: NDArray[np.bool_]
-    """Sound, and neither the copy of another row nor a further row of a shared seed."""
+    """With a sampled token; neither the copy of another row nor a further row of a shared seed; and without an error,
+    but for `distribution`, `member` and `logprob` with a finite b: what a fault of the recorder looks like from
+    outside. So a token may lie outside its set."""
     scores: TokenScores | None = None
+    """Of the counted tokens."""
 
     @cached_property
     def counted(self) -> RolloutBatch:
-        """The rows that statistics are made of, C of them."""
+        """The rows that ratios are made of, C of them."""
         return self.batch if self.counted_B.all() else self.batch.filter(self.counted_B)
 
     @cached_property
     def tokens(self) -> SampledTokens:
-        """Their sampled tokens."""
+        """Their sampled tokens [T]."""
         return sampled_tokens(self.counted)
+
+    @cached_property
+    def sound(self) -> RolloutBatch:
+        """The counted rows without any error."""
+        both_B = self.counted_B & self.sound_B
+        if both_B.sum() == self.counted_B.sum():
+            return self.counted
+        return self.batch.filter(both_B)
+
+    @cached_property
+    def sound_tokens(self) -> SampledTokens:
+        """Their sampled tokens [S]."""
+        return self.tokens if self.sound is self.counted else sampled_tokens(self.sound)

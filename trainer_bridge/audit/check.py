@@ -10,7 +10,8 @@ Legend: B responses, T sampled tokens.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from keptset.schemas.findings import Example, FindingKind, Severity
@@ -18,6 +19,9 @@ from keptset.trainer_bridge.audit.audited_batch import AuditedBatch
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from keptset.trainer_bridge.audit.options import AuditOptions
+    from keptset.trainer_bridge.audit.report import AuditReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,9 @@ class Evidence:
     test: str | None = None
     """Name of the statistical test that it stands on; None for what is certain. It counts only if the test is
     rejected at the family level and its effect reaches the bound."""
+    together: Mapping[FindingKind, int] = field(default_factory=dict)
+    """How many of its responses show another kind as well, as far as that is known: what stands with its cause in all
+    of its responses is a symptom of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +87,10 @@ class Check(ABC):
     name: ClassVar[str]
 
     @abstractmethod
+    def __init__(self, options: AuditOptions) -> None:
+        """An aggregate that has counted nothing."""
+
+    @abstractmethod
     def add(self, batch: AuditedBatch) -> None:
         """Count a batch. Errors: none for anything a batch can hold; bad rows are left to the structural check."""
 
@@ -90,3 +101,10 @@ class Check(ABC):
     @abstractmethod
     def outcome(self) -> Outcome:
         """What all that was counted amounts to."""
+
+    def contribute(self, report: AuditReport) -> AuditReport:
+        """The report with this check's own part filled in, by `dataclasses.replace`; as it is where there is none.
+
+        Called in the order of the checks, after all outcomes were judged.
+        """
+        return report

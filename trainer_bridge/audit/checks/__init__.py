@@ -1,0 +1,23 @@
+"""Every check of an audit, in the order in which batches go through them and their parts are put into the report.
+
+A check is a module here and its class in one of the two lists.
+"""
+
+from __future__ import annotations
+
+from keptset.trainer_bridge.audit.check import Check
+from keptset.trainer_bridge.audit.options import AuditOptions
+
+CHECKS: tuple[type[Check], ...] = ()
+"""From the files alone."""
+
+
+def scored_checks() -> tuple[type[Check], ...]:
+    """With scores, from a model or a column, in addition."""
+    return ()
+
+
+def start_checks(options: AuditOptions) -> list[Check]:
+    """Fresh aggregates of every check that these options ask for."""
+    kinds = CHECKS if options.scorer is None else (*CHECKS, *scored_checks())
+    return [kind(options) for kind in kinds]
