@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from keptset.schemas.findings import Finding, FindingKind
 from keptset.schemas.rollout_batch import RolloutBatch
+from keptset.trainer_bridge.audit.floors import FloorSums
 from keptset.trainer_bridge.sampled_tokens import SampledTokens, sampled_tokens
 
 Floats = NDArray[np.float64]
@@ -33,10 +34,19 @@ class TokenScores:
     same_version_T: NDArray[np.bool_]
     """The weights are those that drew the token, its key-value cache included: b should equal l up to the floors."""
     explained: Mapping[FindingKind, Floats]
-    """For each fault of SEMANTICS 6 the b that it would have recorded, the nearest of its forms; NaN where it does not
-    apply to a token. Empty where only log-probabilities are at hand."""
+    """For each better explanation the b that its fault would have recorded, in the form that fits the response best;
+    NaN where it does not apply to a token, and where b is as expected and nothing asks for an explanation."""
     hints: Mapping[FindingKind, NDArray[np.int64]]
-    """Which form fits: the shift of a shifted mask, the version of other weights, the row of a swapped one."""
+    """Which form that is: the shift of a shifted mask, the version of other weights, the row of a swapped one."""
+    expected_T: Floats | None = None
+    """What b should be, over its own domain and under the weights that drew the token: -inf where the token lies
+    outside its recorded set, NaN where it cannot be known. None: nowhere."""
+    versions_told: bool = True
+    """False where a model was given without its version, so that it may not have drawn tokens of several versions."""
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """Responses that could not be scored, by reason."""
+    floors: FloorSums | None = None
+    """Measured on a small sample of this batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
