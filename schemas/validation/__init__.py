@@ -6,19 +6,32 @@ of the checks is the order in which the data may be trusted: Arrow's own structu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import pyarrow as pa
 
 from keptset.schemas.errors import SchemaError, ViolationError
-from keptset.schemas.findings import Finding, Severity
+from keptset.schemas.findings import Finding, FindingKind, Severity
 from keptset.schemas.rollout_batch import RolloutBatch
-from keptset.schemas.validation.collector import SEVERITIES, STRUCTURAL, Collector
+from keptset.schemas.validation.collector import SEVERITIES, STRUCTURAL, Collector, Indices
 from keptset.schemas.validation.distributions import check_distributions
 from keptset.schemas.validation.kept_sets import check_kept_sets
 from keptset.schemas.validation.numbers import check_numbers
-from keptset.schemas.validation.responses import check_responses
+from keptset.schemas.validation.responses import check_repeats, check_responses
 from keptset.schemas.validation.tokens_view import line_up
 
-__all__ = ["SEVERITIES", "STRUCTURAL", "require_valid", "validate"]
+__all__ = ["SEVERITIES", "STRUCTURAL", "Inspected", "inspect", "require_valid", "validate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspected:
+    """What validation sees in a batch, and where."""
+
+    findings: tuple[Finding, ...]
+    """As `validate` gives them."""
+    rows: Mapping[FindingKind, Indices]
+    """Every row in which a kind was seen, ascending."""
 
 
 def validate(batch: RolloutBatch, *, examples: int = 3) -> list[Finding]:
@@ -38,18 +51,29 @@ def validate(batch: RolloutBatch, *, examples: int = 3) -> list[Finding]:
     >>> [str(finding.examples[0].detail) for finding in validate(builder.build())]
     ['token 3 is not among its 2 kept ids']
     """
+    return list(inspect(batch, examples=examples).findings)
+
+
+def inspect(batch: RolloutBatch, *, examples: int = 3, repeats: bool = True) -> Inspected:
+    """As `validate`, with the rows of each kind.
+
+    Without `repeats` neither repeated rollout_ids nor seeds are looked for: who reads many batches has to look for
+    those over all of them. Errors: SchemaError as `validate`.
+    """
     try:
         batch.arrow.validate(full=True)
     except pa.ArrowInvalid as error:
         raise SchemaError(f"not valid Arrow data, so nothing in it can be trusted: {error}") from error
     collector = Collector(batch.column("rollout_id"), examples)
     check_responses(batch, collector)
+    if repeats:
+        check_repeats(batch, collector)
     view = line_up(batch, collector)
     sets = view.sets("kept_ids")
     check_kept_sets(view, sets, collector)
     check_numbers(view, sets, collector)
     check_distributions(view, collector)
-    return collector.findings()
+    return Inspected(findings=tuple(collector.findings()), rows=collector.rows())
 
 
 def require_valid(batch: RolloutBatch, *, examples: int = 3) -> list[Finding]:

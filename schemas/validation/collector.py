@@ -85,6 +85,10 @@ class Collector:
         made = [self._finding(kind, self._seen[kind]) for kind in FindingKind if kind in self._seen]
         return sorted(made, key=lambda finding: _ORDER.index(finding.severity))
 
+    def rows(self) -> dict[FindingKind, Indices]:
+        """Every row in which a kind was seen, ascending."""
+        return {kind: np.unique(np.concatenate(seen.rows)) for kind, seen in self._seen.items()}
+
     def _finding(self, kind: FindingKind, seen: _Seen) -> Finding:
         return Finding(
             kind=kind,

@@ -37,12 +37,11 @@ def range_detail(token: int, vocab_size: int | None, name: str) -> str:
 
 
 def check_responses(batch: RolloutBatch, collector: Collector) -> None:
-    """Everything that is about a response as a whole. Reports, changes nothing."""
+    """Everything that is about one response as a whole. Reports, changes nothing."""
     _check_required(batch, collector)
     _check_supports(batch, collector)
     _check_prompts(batch, collector)
     _check_biases(batch, collector)
-    _check_identifiers(batch, collector)
 
 
 def _check_required(batch: RolloutBatch, collector: Collector) -> None:
@@ -126,7 +125,7 @@ def _check_biases(batch: RolloutBatch, collector: Collector) -> None:
         )
 
 
-def _check_identifiers(batch: RolloutBatch, collector: Collector) -> None:
+def check_repeats(batch: RolloutBatch, collector: Collector) -> None:
     """`conflict`, `duplicate` and `seed_reused`. A repeated response shares its seed with itself: told once."""
     codes_B = _codes(batch.column("rollout_id"))
     first_B, repeats = _repeats(codes_B)
