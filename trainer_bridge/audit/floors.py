@@ -9,12 +9,15 @@ Legend: T tokens with |K| > 1.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from keptset.trainer_bridge.audit.report import Floors
 from keptset.trainer_bridge.ratio_sums import RatioSums
+
+if TYPE_CHECKING:
+    from keptset.trainer_bridge.audit.report import Floors
 
 
 @dataclass
@@ -36,6 +39,8 @@ class FloorSums:
 
     def report(self) -> Floors | None:
         """Mean and 99th percentile (within 1 %) of each; None where nothing was measured."""
+        from keptset.trainer_bridge.audit.report import Floors  # it holds records of checks, and those hold floors
+
         if not self.batch.count:
             return None
         return Floors(
