@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from keptset.schemas.errors import MissingDependency, StorageError
 from keptset.scripts import number_text
 from keptset.scripts.histogram_svg import HistogramAxes, histogram_svg
+from keptset.scripts.html_page import page_environment, write_page
 from keptset.scripts.ratio_table import (
     CHOICE_MAX_ABS_LOG,
     CHOICE_MEAN_ABS_LOG,
@@ -24,8 +23,6 @@ from keptset.scripts.ratio_table import (
     judge,
     verdict_line,
 )
-
-_TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,26 +38,8 @@ class _Row:
 
 def render_report(run: RunFacts, results: Sequence[SettingResult]) -> str:
     """The page as text. Every value is escaped. Errors: MissingDependency without Jinja or Matplotlib."""
-    try:
-        import jinja2
-    except ImportError as error:
-        raise MissingDependency("the report needs Jinja: pip install 'keptset[report]'") from error
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(
-        ratio=number_text.ratio,
-        share=number_text.share,
-        size=number_text.size,
-        small=number_text.small_typeset,
-        duration=number_text.duration,
-        moment=_moment,
-    )
+    environment = page_environment()
+    environment.filters.update(duration=number_text.duration, moment=_moment)
     summaries = [way for result in results for way in (result.full_vocabulary_ratio, result.kept_set_ratio)]
     axes = HistogramAxes.around([summary.histogram for summary in summaries])
     rows = [_row(number, result, axes) for number, result in enumerate(results)]
@@ -81,19 +60,7 @@ def write_report(path: Path, run: RunFacts, results: Sequence[SettingResult]) ->
 
     Errors: StorageError where it cannot be written, MissingDependency as `render_report`.
     """
-    page = render_report(run, results)
-    target = path.absolute()
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(page, encoding="utf-8")
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot write the report to {target}: {error.strerror}; name another place") from error
-    return target
+    return write_page(path, render_report(run, results))
 
 
 def _row(number: int, result: SettingResult, axes: HistogramAxes) -> _Row:
