@@ -71,10 +71,20 @@ def small_typeset(value: float, *, signed: bool = False) -> str:
     >>> small_typeset(3.14e-6), small_typeset(-2e-8, signed=True)
     ('3.1\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}10⁻⁶', '−2.0\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}10⁻⁸')
     """
-    text = small(value, signed=signed)
+    return typeset(small(value, signed=signed))
+
+
+def typeset(text: str) -> str:
+    """A number that was written with an exponent, or with a hyphen for its sign, as a page shows it.
+
+    >>> typeset("-0.5"), typeset("-")
+    ('−0.5', '-')
+    """
+    if text != NO_DATA:
+        text = text.replace("-", "\N{MINUS SIGN}", text.startswith("-"))
     if "e" not in text:
         return text
-    mantissa, exponent = text.replace("-", "\N{MINUS SIGN}", text.startswith("-")).split("e")
+    mantissa, exponent = text.split("e")
     superscript = str(int(exponent.replace("\N{MINUS SIGN}", "-"))).translate(_SUPERSCRIPT)
     return f"{mantissa}\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}10{superscript}"
 
