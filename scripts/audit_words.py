@@ -118,7 +118,7 @@ def counted(counts: Mapping[str, int] | Mapping[int, int]) -> str:
     >>> counted({"stop": 1200, "length": 3})
     'stop 1,200, length 3'
     """
-    return ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    return ", ".join(f"{visible(str(name))} {count:,}" for name, count in counts.items())
 
 
 def group_sizes(groups: Mapping[int, int]) -> str:
