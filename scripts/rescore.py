@@ -59,7 +59,7 @@ def rescore(
 def rescore_through_cache(decoder: Decoder, batch: RolloutBatch) -> Rescored:
     """The same scores over the kept set, computed as a sampler does: prompt first, then token by token."""
     packed = to_packed(batch)
-    lengths = np.diff(packed.cu_seqlens_B1)
+    lengths = np.diff(packed.cu_seqlens_B1).astype(np.int64)
     hidden = hidden_through_cache(decoder, packed.input_ids_P, lengths, lengths - batch.token_ids.lengths)
     return _scored(decoder, packed, hidden, 0.0)
 
