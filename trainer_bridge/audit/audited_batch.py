@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from keptset.schemas.findings import Finding, FindingKind
 from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.trainer_bridge.audit.floors import FloorSums
+from keptset.trainer_bridge.audit.recorded import Recorded
 from keptset.trainer_bridge.sampled_tokens import SampledTokens, sampled_tokens
 
 Floats = NDArray[np.float64]
@@ -70,7 +71,7 @@ class AuditedBatch:
     """As it was read."""
     structure: tuple[Finding, ...]
     """What validation says of it, repeated ids and seeds apart: those are looked for over the whole run."""
-    rows_by_kind: Mapping[FindingKind, NDArray[np.int64]] = field(default_factory=dict)
+    rows_by_kind: Mapping[FindingKind, NDArray[np.integer]] = field(default_factory=dict)
     """Rows in which validation saw each kind, ascending."""
     sound_B: NDArray[np.bool_]
     """Without a finding at severity `error`."""
@@ -103,3 +104,8 @@ class AuditedBatch:
     def sound_tokens(self) -> SampledTokens:
         """Their sampled tokens [S]."""
         return self.tokens if self.sound is self.counted else sampled_tokens(self.sound)
+
+    @cached_property
+    def recorded(self) -> Recorded:
+        """What the files tell of those [S]."""
+        return Recorded(self.sound, self.sound_tokens)

@@ -42,9 +42,8 @@ class Evidence:
     test: str | None = None
     """Name of the statistical test that it stands on; None for what is certain. It counts only if the test is
     rejected at the family level and its effect reaches the bound."""
-    together: Mapping[FindingKind, int] = field(default_factory=dict)
-    """How many of its responses show another kind as well, as far as that is known: what stands with its cause in all
-    of its responses is a symptom of it."""
+    together: Mapping[frozenset[FindingKind], int] = field(default_factory=dict)
+    """Its responses by what else is seen in each of them; empty where that is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)

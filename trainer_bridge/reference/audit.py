@@ -23,11 +23,16 @@ _PIT_KEY = b"keptset probability integral transform"
 
 
 def pit_uniform(rollout_id: str, position: int) -> float:
-    """v in [0, 1) from a keyed hash of (rollout_id, position); no sampler draws from this stream."""
-    digest = hashlib.blake2b(
-        rollout_id.encode() + b"\0" + position.to_bytes(8, "little"), digest_size=8, key=_PIT_KEY
-    ).digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+    """v in [0, 1): number `position` of a SplitMix64 stream that a keyed hash of rollout_id begins.
+
+    No sampler draws from this stream. SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
+    OOPSLA 2014.
+    """
+    key = hashlib.blake2b(rollout_id.encode(), digest_size=8, key=_PIT_KEY).digest()
+    z = (int.from_bytes(key, "little") + (position + 1) * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return ((z ^ z >> 31) >> 11) * 2.0**-53
 
 
 def pit(kept_ids: ArrayLike, kept_logprobs: ArrayLike, token: int, v: float) -> float:

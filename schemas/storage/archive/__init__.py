@@ -4,7 +4,7 @@ Any reader of Parquet takes such a file; `read_archive` checks every byte before
 describes the files.
 """
 
-from keptset.schemas.storage.archive.reader import read_archive
+from keptset.schemas.storage.archive.reader import count_rows, read_archive, read_columns
 from keptset.schemas.storage.archive.writer import Archived, write_archive
 
-__all__ = ["Archived", "read_archive", "write_archive"]
+__all__ = ["Archived", "count_rows", "read_archive", "read_columns", "write_archive"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,9 +19,15 @@ from keptset.schemas.storage.archive.writer import ROW_GROUP_BYTES
 
 
 def read_archive(
-    path: str | Path, *, filesystem: fs.FileSystem | None = None, guarded: bool = True
+    path: str | Path,
+    *,
+    filesystem: fs.FileSystem | None = None,
+    guarded: bool = True,
+    row_groups: Sequence[int] | None = None,
 ) -> Iterator[RolloutBatch]:
     """The batches of an archive, one row group at a time; `path` and `filesystem` as for `write_archive`.
+
+    `row_groups` picks some of them; None: all.
 
     Bytes are compared with their checksums before Arrow reads them, and every batch is validated before it is handed
     out. `guarded=False` takes Parquet that something else wrote from an archive's columns and metadata: then only what
@@ -30,7 +36,33 @@ def read_archive(
     Errors, while iterating: StorageError where the file cannot be read; DamagedFile where its bytes are not what was
     written; SchemaError where it holds something else than rollouts of this schema version.
     """
-    place = Place.of(path, filesystem)
+    with _opened(Place.of(path, filesystem), guarded) as (file, shown, source):
+        for group in range(file.num_row_groups) if row_groups is None else row_groups:
+            yield from _row_group(file, group, shown, source)
+
+
+def count_rows(path: str | Path, *, filesystem: fs.FileSystem | None = None, guarded: bool = True) -> list[int]:
+    """Rows of each row group, from the footer alone. Arguments and errors: as `read_archive`."""
+    with _opened(Place.of(path, filesystem), guarded) as (file, _, _):
+        return [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+
+
+def read_columns(
+    path: str | Path, columns: Sequence[str], *, filesystem: fs.FileSystem | None = None, guarded: bool = True
+) -> Iterator[pa.RecordBatch]:
+    """A few columns of each row group, as far as the file has them. Arguments and errors: as `read_archive`."""
+    with _opened(Place.of(path, filesystem), guarded) as (file, shown, source):
+        for group in range(file.num_row_groups):
+            with _told(f"{shown}, row group {group}", source):
+                table = file.read_row_group(group, columns=list(columns), use_threads=False).combine_chunks()
+                table.validate(full=True)
+                batches = table.to_batches()
+                yield batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
+
+
+@contextlib.contextmanager
+def _opened(place: Place, guarded: bool) -> Iterator[tuple[pq.ParquetFile, str, GuardedSource | None]]:
+    """The file once its guard and its footer are checked, its name in messages, and what checks the rest."""
     with place.reading() as raw:
         source = GuardedSource(raw, place.shown) if guarded else None
         with _told(place.shown, source):
@@ -38,8 +70,7 @@ def read_archive(
             schema = file.schema_arrow
         with _named(place.shown):
             Identity.from_metadata(schema.metadata)
-        for group in range(file.num_row_groups):
-            yield from _row_group(file, group, place.shown, source)
+        yield file, place.shown, source
 
 
 def _row_group(file: pq.ParquetFile, group: int, shown: str, source: GuardedSource | None) -> Iterator[RolloutBatch]:

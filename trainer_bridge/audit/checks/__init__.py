@@ -6,9 +6,16 @@ A check is a module here and its class in one of the two lists.
 from __future__ import annotations
 
 from keptset.trainer_bridge.audit.check import Check
+from keptset.trainer_bridge.audit.checks.draws import Draws
+from keptset.trainer_bridge.audit.checks.responses import Responses
+from keptset.trainer_bridge.audit.checks.settings_table import SettingsTable
+from keptset.trainer_bridge.audit.checks.structure import Structure
+from keptset.trainer_bridge.audit.checks.surprisal import Surprisal
+from keptset.trainer_bridge.audit.checks.versions import Versions
+from keptset.trainer_bridge.audit.checks.worst import Worst
 from keptset.trainer_bridge.audit.options import AuditOptions
 
-CHECKS: tuple[type[Check], ...] = ()
+CHECKS: tuple[type[Check], ...] = (Structure, Responses, Surprisal, Draws, Versions, SettingsTable, Worst)
 """From the files alone."""
 
 

@@ -1,0 +1,81 @@
+"""From all that was counted to the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from keptset.schemas.columns import Identity
+from keptset.trainer_bridge.audit.checks.worst import Worst, WorstPlace
+from keptset.trainer_bridge.audit.options import AuditOptions
+from keptset.trainer_bridge.audit.partial import Partial
+from keptset.trainer_bridge.audit.plan import Plan
+from keptset.trainer_bridge.audit.reading.files import read
+from keptset.trainer_bridge.audit.report import AuditReport, ShownResponse, Totals
+from keptset.trainer_bridge.audit.shown import shown_response
+from keptset.trainer_bridge.audit.verdict import decide, fold, verdict_line, worst_severity
+
+
+def conclude(partial: Partial, plan: Plan, options: AuditOptions) -> AuditReport:
+    """The report of an audit whose units were all counted. Reads the worst responses again, to show them."""
+    outcomes = [check.outcome() for check in partial.checks]
+    tests = [test for outcome in outcomes for test in outcome.tests]
+    evidence = [*(e for outcome in outcomes for e in outcome.evidence), *plan.repeats]
+    not_tested = tuple(entry for outcome in outcomes for entry in outcome.not_tested)
+    results = decide(tests, family_level=options.family_level, filtered=options.filtered)
+    findings = fold(evidence, results, partial.responses, options.family_level)
+    known = {entry.rollout_id for entry in plan.damaged}
+    totals = Totals(
+        files=len(plan.inputs),
+        damaged_files=(*plan.damaged, *(entry for entry in partial.damaged_files() if entry.rollout_id not in known)),
+        responses=partial.responses,
+        tokens=partial.tokens,
+        sampled_tokens=partial.sampled_tokens,
+        kept_ids=partial.kept_ids,
+        share_read=plan.share_read,
+    )
+    report = AuditReport(
+        verdict=verdict_line(findings, totals, len(not_tested)),
+        severity=worst_severity(findings),
+        totals=totals,
+        identities=tuple(_told(identity) for identity in partial.identities),
+        findings=findings,
+        tests=results,
+        not_tested=not_tested,
+        settings=(),
+        versions=(),
+        finish_reasons={},
+        group_sizes=dict(plan.group_sizes),
+        logprob_domains={},
+        kept_sizes=None,
+        pit=None,
+        kept_log_ratios=None,
+        full_log_ratios=None,
+        positions=None,
+        budget=None,
+        floors=None,
+        worst=(),
+    )
+    for check in partial.checks:
+        report = check.contribute(report)
+    places = [place for check in partial.checks if isinstance(check, Worst) for place in check.places]
+    return replace(report, worst=_shown(places, plan, options))
+
+
+def _told(identity: Identity) -> dict[str, str]:
+    return {name: str(value) for name, value in vars(identity).items() if value is not None}
+
+
+def _shown(places: Sequence[WorstPlace], plan: Plan, options: AuditOptions) -> tuple[ShownResponse, ...]:
+    scorer = None if options.scorer is None else options.scorer()
+    found: dict[WorstPlace, ShownResponse] = {}
+    for number in {place.unit for place in places}:
+        unit, first_row = plan.units[number], 0
+        for batch in read(unit.file, unit.first, unit.last, start=unit.start, unguarded=options.unguarded):
+            for place in places:
+                if place.unit == number and first_row <= place.row < first_row + len(batch):
+                    one = batch.slice(place.row - first_row, 1)
+                    scores = None if scorer is None else scorer.score(one).kept_T
+                    found[place] = shown_response(one, 0, reason=place.reason, scores=scores)
+            first_row += len(batch)
+    return tuple(found[place] for place in places if place in found)

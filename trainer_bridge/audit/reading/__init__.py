@@ -1,0 +1,1 @@
+"""What is audited: paths become files, files become batches, with nothing damaged among them."""

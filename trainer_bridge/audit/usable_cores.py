@@ -1,0 +1,19 @@
+"""How many processes make sense here."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+_CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")
+
+
+def usable_cores() -> int:
+    """Cores this process may run on, within its container's share."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _CPU_SHARE.read_text().split()
+        return max(1, min(cores, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no such file, or "max": no limit
+        return cores
