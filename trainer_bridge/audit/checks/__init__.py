@@ -20,8 +20,14 @@ CHECKS: tuple[type[Check], ...] = (Structure, Responses, Surprisal, Draws, Versi
 
 
 def scored_checks() -> tuple[type[Check], ...]:
-    """With scores, from a model or a column, in addition."""
-    return ()
+    """With scores, from a model or a column, in addition. They come after those whose tables they complete."""
+    from keptset.trainer_bridge.audit.checks.budget import BudgetTable
+    from keptset.trainer_bridge.audit.checks.explanations import Explanations
+    from keptset.trainer_bridge.audit.checks.ratios import Ratios
+    from keptset.trainer_bridge.audit.checks.support_drift import SupportDrift
+    from keptset.trainer_bridge.audit.checks.unit_mean import UnitMean
+
+    return (Explanations, UnitMean, SupportDrift, Ratios, BudgetTable)
 
 
 def start_checks(options: AuditOptions) -> list[Check]:
