@@ -117,7 +117,7 @@ def sort_sets(kept: KeptSets) -> KeptSets:
     within = np.ones(max(len(ids_N) - 1, 0), bool)
     ends = offsets_T1[1:-1]
     within[ends[(ends > 0) & (ends < len(ids_N))] - 1] = False
-    if not np.any((np.diff(ids_N) < 0) & within):
+    if not np.any((ids_N[1:] < ids_N[:-1]) & within):
         return kept
     token_N = row_index(offsets_T1)
     if logprobs_N is None and ids_N.min() >= 0 and ids_N.max() < 1 << 32:
@@ -213,8 +213,8 @@ def _integers(values: Sequence[Any], node: Node, rows: Sequence[Any] | None = No
         if not all(map(_is_whole, values)):
             raise _first_unfit(values, node, rows, "a whole number", _is_whole) from None
         flat = _as_array("q", [min(max(int(value), -_BEYOND), _BEYOND) for value in values])
-    # A boolean passes for 0 or 1: only where one of these is found the entries are looked at once more.
-    if len(flat) and flat.min() < 2 and bool in set(map(type, values)):
+    # A boolean passes for 0 or 1: only what is one of these is looked at once more.
+    if _has_boolean(values, flat < 2):
         raise _first_unfit(values, node, rows, "a whole number", _is_whole)
     return flat.astype(np.int64)
 
@@ -230,9 +230,13 @@ def _numbers(values: Sequence[Any], node: Node, rows: Sequence[Any] | None = Non
         raise _first_unfit(values, node, rows, "a number or null", _is_number) from None
     except OverflowError:
         raise SchemaError(f"{node.path} holds a number beyond float64; expected log-probabilities") from None
-    if len(flat) and ((flat == 0) | (flat == 1)).any() and bool in set(map(type, values)):
+    if _has_boolean(values, (flat == 0) | (flat == 1)):
         raise _first_unfit(values, node, rows, "a number or null", _is_number)
     return flat
+
+
+def _has_boolean(values: Sequence[Any], where: npt.NDArray[np.bool_]) -> bool:
+    return bool in set(map(type, map(values.__getitem__, np.flatnonzero(where).tolist())))
 
 
 def _as_array(code: str, values: Sequence[Any]) -> npt.NDArray[Any]:

@@ -124,10 +124,10 @@ class RemoteFolder:
 
     def _has_content(self, name: str, ours: BinaryIO) -> bool:
         with self.filesystem.open_input_stream(self._place(name).path) as theirs:
-            while piece := ours.read(_CHUNK):
-                if theirs.read(len(piece)) != piece:
+            while piece := theirs.read(_CHUNK):  # which may be shorter than what was asked for
+                if ours.read(len(piece)) != piece:
                     return False
-            return not theirs.read(1)
+            return not ours.read(1)
 
     def _place(self, name: str) -> Place:
         return Place(self.filesystem, f"{self.path.rstrip('/')}/{name}", self.address(name))

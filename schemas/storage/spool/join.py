@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from keptset.schemas.errors import DamagedFile
+from keptset.schemas.errors import DamagedFile, SchemaError
+from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.schemas.storage.spool.checksum import content_crc32
 from keptset.schemas.storage.spool.stream import (
     CONTENT_CRC,
@@ -71,23 +72,36 @@ def _join(group: list[StoredBatch], first: int) -> JoinedBatch:
     return JoinedBatch(arrow, metadata, len(group), group[-1].end)
 
 
-def appended_batches(file: pa.ipc.RecordBatchFileReader, start: int, shown: str) -> Iterator[pa.RecordBatch]:
+def appended_batches(file: pa.ipc.RecordBatchFileReader, start: int, shown: str) -> Iterator[RolloutBatch]:
     """The batches of a published file as they were appended, from number `start` on, each a slice of what holds it.
 
-    Holds one joined batch. Errors: DamagedFile, before a value is touched.
+    Holds one joined batch. Errors: DamagedFile, before a value is touched; SchemaError for what is no rollout.
     """
     numbers = range(file.num_record_batches)
     begin = max(bisect_right(numbers, start, key=lambda number: _told(file, number, shown)[2]) - 1, 0) if start else 0
+    due: int | None = None if begin else 0
     for number in numbers[begin:]:
         arrow, metadata, first, rows = _told(file, number, shown)
+        if due not in (None, first):
+            raise DamagedFile(f"{shown}, batch {first}: it begins with another number than {due}")
         verify_batch(arrow, metadata, f"{shown}, batch {first}")
         if sum(rows) != len(arrow) or min(rows) < 0:
             raise DamagedFile(f"{shown}, batch {first}: it has {len(arrow)} rows, and {rows} were joined")
+        batch = viewed(arrow, shown)
         at = 0
         for behind, count in enumerate(rows):
             if first + behind >= start:
-                yield arrow.slice(at, count)
+                yield batch.slice(at, count)
             at += count
+        due = first + len(rows)
+
+
+def viewed(arrow: pa.RecordBatch, shown: str) -> RolloutBatch:
+    """As rollouts. Errors: SchemaError naming the file too."""
+    try:
+        return RolloutBatch.from_arrow(arrow)
+    except SchemaError as error:
+        raise SchemaError(f"{shown}: {error}") from error
 
 
 def count_appended(file: pa.ipc.RecordBatchFileReader, shown: str) -> int:

@@ -13,12 +13,12 @@ from typing import Literal
 import pyarrow as pa
 from pyarrow import fs
 
-from keptset.schemas.errors import DamagedFile, InvalidInput, SchemaError, StorageError
+from keptset.schemas.errors import DamagedFile, InvalidInput, StorageError
 from keptset.schemas.findings import Finding
 from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.schemas.storage.spool.folder import folder_of
 from keptset.schemas.storage.spool.guard import check_guard
-from keptset.schemas.storage.spool.join import appended_batches
+from keptset.schemas.storage.spool.join import appended_batches, viewed
 from keptset.schemas.storage.spool.names import PUBLISHED, SpoolFile
 from keptset.schemas.storage.spool.seen import SeenResponses
 from keptset.schemas.storage.spool.stream import StoredBatch, read_whole_batches, require_version
@@ -209,8 +209,8 @@ class SpoolReader:
                 return
             reader = closing.enter_context(pa.ipc.open_file(source, options=_OPTIONS))
             require_version(reader.schema, shown)
-            for arrow in appended_batches(reader, self._next_batch(place), shown):
-                yield from self._next(arrow, place)
+            for batch in appended_batches(reader, self._next_batch(place), shown):
+                yield from self._next(batch, place)
         self._position[place.writer] = (place.seq + 1, 0)
 
     def _open(self, place: SpoolFile) -> Iterator[RolloutBatch]:
@@ -228,14 +228,10 @@ class SpoolReader:
             for number, stored in enumerate(_settled(file.fileno(), path, start)):
                 self._offsets = {**self._of_others(place.writer), place: stored.end}
                 if number >= already:
-                    yield from self._next(stored.arrow, place)
+                    yield from self._next(viewed(stored.arrow, str(path)), place)
 
-    def _next(self, arrow: pa.RecordBatch, place: SpoolFile) -> Iterator[RolloutBatch]:
+    def _next(self, batch: RolloutBatch, place: SpoolFile) -> Iterator[RolloutBatch]:
         """The batch at the position, which moves on, less what came before under the same ids."""
-        try:
-            batch = RolloutBatch.from_arrow(arrow)
-        except SchemaError as error:
-            raise SchemaError(f"{self._shown(place)}: {error}") from error
         number = self._next_batch(place)
         fresh = batch if self._seen is None else self._seen.first_of_their_ids(batch, place, number)
         self._position[place.writer] = (place.seq, number + 1)

@@ -99,9 +99,11 @@ class SpoolWriter:
         for place in places(self.folder):
             if place.writer == self.writer and place.suffix == OPEN:
                 self._take_over(place)
-        # A number is given once, also where published files are uploaded, or removed as soon as they were read.
+        # A number is given once, also where published files are uploaded, or removed as soon as they were read. Here
+        # comes first: what another uploads meanwhile is there before it is gone from here.
+        here = [place.name for place in places(self.folder)]
         elsewhere = [] if self._remote is None else self._remote.names()
-        self._next_seq = next_seq([*elsewhere, *(place.name for place in places(self.folder))], self.writer)
+        self._next_seq = next_seq([*here, *elsewhere], self.writer)
         self._upload()
         self._start()
 

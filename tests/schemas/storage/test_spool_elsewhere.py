@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import fcntl
+import io
 import os
 import threading
 from collections.abc import Callable
@@ -225,6 +226,48 @@ def test_an_upload_waits_for_another_one_of_the_same_file(mock: fs.FileSystem, s
         local.unlink()
     waiting.join()
     assert told == [f"{WHERE}/a-00000000.arrow"]
+
+
+def test_a_number_is_given_once_though_another_uploads_its_file_while_a_writer_starts(
+    mock: fs.FileSystem, staging: Path, batch_of: BatchOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SpoolWriter(staging, "a") as crashed:
+        crashed.append(batch_of(0, 1))
+    real = RemoteFolder.names
+
+    def names_then_upload(remote: RemoteFolder) -> list[str]:
+        found = real(remote)
+        monkeypatch.undo()
+        recover(WHERE, filesystem=mock, staging=staging)
+        return found
+
+    monkeypatch.setattr(RemoteFolder, "names", names_then_upload)
+    with SpoolWriter(WHERE, "a", filesystem=mock, staging=staging) as writer:
+        assert writer.position == (1, 0)
+        writer.append(batch_of(1, 1))
+    assert ids(mock) == ["rollout-0", "rollout-1"]
+
+
+def test_a_file_that_comes_in_short_pieces_is_known_again(tmp_path: Path, staging: Path) -> None:
+    """Streams of other file systems may give less than they were asked for."""
+
+    class Stream(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            return super().read(size if size is None or size < 0 else min(size, 7))
+
+    class ShortPieces(fs.FSSpecHandler):
+        def open_input_stream(self, path: str) -> pa.PythonFile:
+            return pa.PythonFile(Stream((tmp_path / path).read_bytes()), mode="r")
+
+        def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
+            return [fs.FileInfo(path, fs.FileType.File) for path in paths]
+
+    data = bytes(range(100))
+    (tmp_path / "spool").mkdir()
+    (tmp_path / "spool" / "a-00000000.arrow").write_bytes(data)
+    remote = RemoteFolder(fs.PyFileSystem(ShortPieces(None)), "spool", "elsewhere")
+    for told, here in ((True, data), (False, data + b"?"), (False, data[:-1]), (False, data[:-1] + b"?")):
+        assert remote._has_content("a-00000000.arrow", io.BytesIO(here)) is told
 
 
 def test_a_writer_uploads_its_own_files_alone(mock: fs.FileSystem, staging: Path, batch_of: BatchOf) -> None:
