@@ -37,7 +37,7 @@ _SCALARS: dict[Any, dict[str, Any]] = {
 
 def to_json(report: AuditReport) -> dict[str, Any]:
     """Plain values for `json.dumps`, as docs/audit.schema.json describes them."""
-    return {"format": FORMAT, **_plain(report)}
+    return {"format": FORMAT, **plain(report)}
 
 
 def json_schema() -> dict[str, Any]:
@@ -61,15 +61,16 @@ def schema_text() -> str:
     return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Records as mappings, words as their texts; a number that is infinite or undefined becomes null."""
     if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {str(_plain(key)): _plain(entry) for key, entry in value.items()}
+        return {str(plain(key)): plain(entry) for key, entry in value.items()}
     if isinstance(value, tuple | list):
-        return [_plain(entry) for entry in value]
+        return [plain(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

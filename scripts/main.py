@@ -40,6 +40,10 @@ COMMANDS = {
         "keptset.scripts.import_",
         "Read an engine's recorded output into a spool.",
     ),
+    "inspect": (
+        "keptset.scripts.inspect_",
+        "Show one recorded response: its tokens, kept sets and numbers.",
+    ),
     "archive": (
         "keptset.scripts.archive",
         "Write a spool as one Parquet file, or bring it back.",
