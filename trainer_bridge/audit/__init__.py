@@ -6,10 +6,10 @@
 `plan`, `audit_unit`, `Partial.merge` and `conclude` are its pieces, for whoever spreads units over machines.
 """
 
-from keptset.trainer_bridge.audit.conclude import conclude
+from keptset.trainer_bridge.audit.conclusion import conclude
 from keptset.trainer_bridge.audit.options import AuditOptions, Progress
 from keptset.trainer_bridge.audit.partial import Partial
-from keptset.trainer_bridge.audit.plan import Plan, Unit, plan
+from keptset.trainer_bridge.audit.planning import Plan, Unit, plan
 from keptset.trainer_bridge.audit.report import AuditReport
 from keptset.trainer_bridge.audit.runner import audit
 from keptset.trainer_bridge.audit.unit_audit import audit_unit

@@ -17,7 +17,7 @@ import keptset
 from keptset.schemas.errors import StorageError
 from keptset.trainer_bridge.audit.options import AuditOptions
 from keptset.trainer_bridge.audit.partial import Partial
-from keptset.trainer_bridge.audit.plan import Plan
+from keptset.trainer_bridge.audit.planning import Plan
 
 SAVE_SECONDS = 1.0
 """At most so often is it stored."""

@@ -39,7 +39,7 @@ EXPLAINS: Mapping[Kind, frozenset[Kind]] = {
     Kind.SORTED: frozenset({Kind.LENGTHS, Kind.MEMBER, Kind.DISTRIBUTION, Kind.LOGPROB_MISMATCH}),
     Kind.EMPTY_SET: frozenset({Kind.LENGTHS}),
     Kind.RANGE: frozenset({Kind.SORTED, Kind.MEMBER, Kind.DISTRIBUTION, Kind.LOGPROB_MISMATCH}),
-    Kind.MEMBER: frozenset({Kind.LENGTHS, Kind.DISTRIBUTION, Kind.LOGPROB_MISMATCH, Kind.UNIT_MEAN}),
+    Kind.MEMBER: frozenset({Kind.LENGTHS, Kind.LOGPROB, Kind.DISTRIBUTION, Kind.LOGPROB_MISMATCH, Kind.UNIT_MEAN}),
     Kind.LOGPROB: frozenset({Kind.DISTRIBUTION, Kind.LOGPROB_MISMATCH, Kind.UNIT_MEAN}),
     Kind.DISTRIBUTION: frozenset({Kind.LOGPROB_MISMATCH, Kind.UNIT_MEAN}),
     Kind.LOGPROB_MISMATCH: frozenset({Kind.UNIT_MEAN}),

@@ -175,6 +175,8 @@ class ShownResponse:
     finish_reason: str
     prompt_text: str | None
     """Decoded; None without a tokenizer."""
+    prompt_token_ids: tuple[int, ...] = ()
+    """Empty where no prompt is recorded."""
     reason: str
     """Why it is shown, such as "largest mean |log ratio|: 0.83"."""
     tokens: tuple[ShownToken, ...]

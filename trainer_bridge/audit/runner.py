@@ -17,10 +17,10 @@ import pyarrow as pa
 
 from keptset.schemas.errors import KeptsetError
 from keptset.trainer_bridge.audit.checkpoint import Checkpoint
-from keptset.trainer_bridge.audit.conclude import conclude
+from keptset.trainer_bridge.audit.conclusion import conclude
 from keptset.trainer_bridge.audit.options import AuditOptions, Progress
 from keptset.trainer_bridge.audit.partial import Partial
-from keptset.trainer_bridge.audit.plan import Unit, plan
+from keptset.trainer_bridge.audit.planning import Unit, plan
 from keptset.trainer_bridge.audit.report import AuditReport
 from keptset.trainer_bridge.audit.unit_audit import audit_unit
 from keptset.trainer_bridge.audit.usable_cores import usable_cores

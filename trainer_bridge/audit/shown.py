@@ -55,6 +55,7 @@ def shown_response(
         setting=setting_names(one)[0],
         finish_reason=str(one.column("finish_reason")[0].as_py()),
         prompt_text=None,
+        prompt_token_ids=() if one.prompt_token_ids is None else tuple(one.prompt_token_ids.values.tolist()),
         reason=reason,
         tokens=tuple(tokens),
     )

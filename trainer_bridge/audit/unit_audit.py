@@ -21,7 +21,7 @@ from keptset.trainer_bridge.audit.audited_batch import AuditedBatch
 from keptset.trainer_bridge.audit.options import AuditOptions, BatchScorer
 from keptset.trainer_bridge.audit.partial import Partial
 from keptset.trainer_bridge.audit.pieces import pieces
-from keptset.trainer_bridge.audit.plan import Unit
+from keptset.trainer_bridge.audit.planning import Unit
 from keptset.trainer_bridge.audit.reading.files import read
 
 TOLERATED = (FindingKind.DISTRIBUTION, FindingKind.MEMBER, FindingKind.LOGPROB)
@@ -100,9 +100,11 @@ def audited(
 
 
 def _draws_something(batch: RolloutBatch) -> NDArray[np.bool_]:
-    draws_B = np.zeros(len(batch), bool)
     sampled = batch.sampled
-    draws_B[np.searchsorted(sampled.offsets, np.flatnonzero(sampled.values), side="right") - 1] = True
+    if sampled.values.all():
+        return sampled.lengths > 0
+    through = np.concatenate([[0], np.cumsum(sampled.values)])
+    draws_B: NDArray[np.bool_] = through[sampled.offsets[1:]] > through[sampled.offsets[:-1]]
     return draws_B
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from keptset.schemas.findings import Example, FindingKind, Severity
 from keptset.trainer_bridge.audit.advice import ADVICE
@@ -26,6 +27,8 @@ from keptset.trainer_bridge.sampled_tokens import UNKNOWN_VERSION
 
 NAME = "staleness"
 _NOTHING_YET = -1
+_BITS = 32
+"""Of a version, which is an int32 in the schema."""
 
 
 @dataclass
@@ -78,6 +81,13 @@ class _Stream:
             self.oldest[key] = lagging
 
 
+def _counts(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Distinct values, ascending, and how often each occurs. Usually it is one, and then nothing is sorted."""
+    if values.min() == values.max():
+        return values[:1], np.array([len(values)])
+    return np.unique(values, return_counts=True)
+
+
 class Versions(Check):
     """Staleness, and the table of versions."""
 
@@ -94,7 +104,7 @@ class Versions(Check):
         if not len(versions_S):
             return
         mass_S = np.exp(tokens.log_kept_mass_T.astype(np.float64))
-        distinct = np.unique(versions_S)
+        distinct, _ = _counts(versions_S)
         for version in distinct.tolist():
             here_S = np.ones(len(versions_S), bool) if len(distinct) == 1 else versions_S == version
             row = self._versions.setdefault(version, _Version())
@@ -115,16 +125,14 @@ class Versions(Check):
         oldest_R = np.minimum.reduceat(versions, begins)
         stream.newest = int(newest_R[-1])
         counts_R = np.diff(begins, append=len(known))
-        pairs, counts = np.unique(
-            np.stack([versions, np.repeat(newest_R, counts_R)], axis=1), axis=0, return_counts=True
-        )
-        for (version, newest), count in zip(pairs.tolist(), counts.tolist(), strict=True):
-            stream.tokens[version, newest] = stream.tokens.get((version, newest), 0) + count
-        pairs, first, counts = np.unique(
-            np.stack([oldest_R, newest_R], axis=1), axis=0, return_index=True, return_counts=True
-        )
+        pairs, counts = _counts(versions << _BITS | np.repeat(newest_R, counts_R))
+        for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
+            key = divmod(pair, 1 << _BITS)
+            stream.tokens[key] = stream.tokens.get(key, 0) + count
+        pairs, first, counts = np.unique(oldest_R << _BITS | newest_R, return_index=True, return_counts=True)
         place_B = np.flatnonzero(batch.counted_B & batch.sound_B)
-        for (oldest, newest), number, count in zip(pairs.tolist(), first.tolist(), counts.tolist(), strict=True):
+        for pair, number, count in zip(pairs.tolist(), first.tolist(), counts.tolist(), strict=True):
+            oldest, newest = divmod(pair, 1 << _BITS)
             begin = begins[number]
             token = int(known[begin + np.argmax(versions[begin : begin + counts_R[number]] == oldest)])
             rollout_id, position = tokens.locate(token)

@@ -9,7 +9,7 @@ from keptset.schemas.columns import Identity
 from keptset.trainer_bridge.audit.checks.worst import Worst, WorstPlace
 from keptset.trainer_bridge.audit.options import AuditOptions
 from keptset.trainer_bridge.audit.partial import Partial
-from keptset.trainer_bridge.audit.plan import Plan
+from keptset.trainer_bridge.audit.planning import Plan
 from keptset.trainer_bridge.audit.reading.files import read
 from keptset.trainer_bridge.audit.report import AuditReport, ShownResponse, Totals
 from keptset.trainer_bridge.audit.shown import shown_response
