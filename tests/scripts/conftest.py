@@ -262,6 +262,7 @@ def _shown_response(rng: np.random.Generator, number: int) -> ShownResponse:
         prompt_id=f"prompt-{number}",
         setting="T 0.7, top_k 512, top_p 0.95",
         finish_reason="stop",
+        prompt_token_ids=(1, 2, 3),
         prompt_text="Why is my ratio not 1 although nothing was learned in between?",
         reason=f"largest mean |log ratio|: 0.{83 - number}",
         tokens=tuple(tokens),
