@@ -79,7 +79,7 @@ def test_sizes_are_those_of_the_same_columns(result: WireResult, made_up: Rollou
     assert result.archive_bytes_per_token < result.msgpack_bytes_per_token
     assert result.msgpack_bytes_per_token < result.pickle_bytes_per_token < result.json_bytes_per_token
     joined = measure([batch], rounds=1)
-    assert joined.spool_bytes_per_token < result.spool_bytes_per_token, "small batches cost"
+    assert joined.spool_bytes_per_token == pytest.approx(result.spool_bytes_per_token, rel=0.01), "they are joined"
     assert joined.archive_bytes_per_token == pytest.approx(result.archive_bytes_per_token, rel=0.01)
     assert result.archive_to_msgpack == pytest.approx(result.archive_bytes_per_token / result.msgpack_bytes_per_token)
     assert result.spool_to_msgpack == pytest.approx(result.spool_bytes_per_token / result.msgpack_bytes_per_token)
