@@ -20,6 +20,7 @@ from keptset.scripts.audit_words import (
     extent,
     given,
     group_sizes,
+    identity_line,
     outcome,
     p_value,
     small_number,
@@ -172,9 +173,7 @@ def _versions(versions: Sequence[VersionRow]) -> list[RenderableType]:
 
 
 def _responses(report: AuditReport) -> Iterator[str]:
-    for identity in report.identities:
-        told = ", ".join(f"{name} {value}" for name, value in identity.items())
-        yield told or "no identity was recorded"
+    yield from dict.fromkeys(identity_line(identity) for identity in report.identities)
     yield f"ended by: {counted(report.finish_reasons) or 'nothing recorded'}"
     yield f"log-probabilities over: {counted(report.logprob_domains) or 'nothing recorded'}"
     if report.group_sizes:

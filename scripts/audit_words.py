@@ -29,6 +29,9 @@ TERMS: Mapping[str, tuple[str, str]] = {
 }
 """Term of the signed budget -> (name, what it is)."""
 
+_IDENTITY = ("model_id", "engine", "engine_version", "vocab_size", "logits_dtype")
+"""What people ask first; the JSON has all of it."""
+
 
 def visible(text: str) -> str:
     r"""Text with everything that does not print spelled out.
@@ -107,6 +110,12 @@ def by_reason(not_tested: Sequence[NotTested]) -> list[tuple[str, str]]:
     for entry in not_tested:
         checks.setdefault(entry.reason, []).append(entry.check)
     return [(", ".join(names), reason) for reason, names in checks.items()]
+
+
+def identity_line(identity: Mapping[str, str]) -> str:
+    """Which model and engine recorded something."""
+    told = ", ".join(f"{name} {identity[name]}" for name in _IDENTITY if name in identity)
+    return told or "no model or engine is recorded"
 
 
 def of_severity(findings: Sequence[AuditFinding], severity: Severity) -> int:

@@ -39,7 +39,7 @@ def page_environment() -> jinja2.Environment:
 
 
 def write_page(path: Path, page: str) -> Path:
-    """Write a page to `path`, whole or not at all, making its folder; returns the absolute path.
+    """Write a page, or another text, to `path`, whole or not at all, making its folder; returns the absolute path.
 
     Errors: StorageError where it cannot be written.
     """

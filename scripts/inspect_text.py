@@ -13,7 +13,7 @@ from rich.text import Text
 
 from keptset.scripts import number_text
 from keptset.scripts.audit_text import SEVERITY_STYLES
-from keptset.scripts.audit_words import given, plural, small_number, visible
+from keptset.scripts.audit_words import given, identity_line, plural, small_number, visible
 from keptset.scripts.inspected import InspectedResponse, InspectedToken, Member
 
 MEMBERS_IN_A_LINE = 6
@@ -75,8 +75,7 @@ def _head(response: InspectedResponse, console: Console) -> None:
     console.print(_body(response.setting))
     told = ", ".join(f"{name} {value}" for name, value in response.facts.items() if name not in _SETTINGS)
     console.print(_body(told))
-    identity = ", ".join(f"{name} {response.identity[name]}" for name in _IDENTITY if name in response.identity)
-    console.print(_body(identity or "no model or engine is recorded"))
+    console.print(_body(identity_line(response.identity)))
     for finding in response.findings:
         text = Text.assemble(
             (finding.severity.value, SEVERITY_STYLES[finding.severity]),
@@ -95,8 +94,6 @@ _SETTINGS = {
     *("temperature", "top_p", "min_p", "top_k", "repetition_penalty", "frequency_penalty", "presence_penalty"),
 }
 """Facts that the name of the setting tells."""
-_IDENTITY = ("model_id", "engine", "engine_version", "vocab_size", "logits_dtype")
-"""What people ask first; `--json` has all of it."""
 _LEGEND = (
     "b: recorded log-probability over the kept set. p: exp(b). mass: probability of the kept set before it was "
     "renormalised. H: entropy of the kept distribution. kept: the first members of K, by probability where the "

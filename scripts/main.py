@@ -40,6 +40,10 @@ COMMANDS = {
         "keptset.scripts.import_",
         "Read an engine's recorded output into a spool.",
     ),
+    "audit": (
+        "keptset.scripts.audit",
+        "Search recorded rollouts for every way in which their ratios can be wrong.",
+    ),
     "inspect": (
         "keptset.scripts.inspect_",
         "Show one recorded response: its tokens, kept sets and numbers.",

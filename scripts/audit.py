@@ -1,0 +1,219 @@
+"""`keptset audit`: recorded rollouts, however many, searched for every way in which their ratios can lie."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import Enum
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from keptset.schemas.errors import InvalidInput, MissingDependency
+from keptset.schemas.findings import Severity
+from keptset.scripts.audit_json import to_json
+from keptset.scripts.audit_text import print_audit
+from keptset.scripts.demo_model import default_cache
+from keptset.scripts.html_page import write_page
+from keptset.scripts.table import open_console
+from keptset.trainer_bridge.audit.options import AuditOptions, BatchScorer, Progress
+from keptset.trainer_bridge.audit.recorded_logprobs import RecordedScorer
+from keptset.trainer_bridge.audit.report import AuditReport
+from keptset.trainer_bridge.audit.runner import audit
+
+FOUND, UNREADABLE, INTERRUPTED = 1, 3, 130
+
+
+class FailOn(str, Enum):
+    """The severity from which on findings end the command with 1."""
+
+    warning = "warning"
+    error = "error"
+
+
+def command(
+    paths: Annotated[
+        list[str],
+        typer.Argument(help="Spools, archives, Arrow files, folders of these at any depth, globs, addresses."),
+    ],
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[VERSION=]DIR",
+            help="Score with this model, a Hugging Face folder; once for each version whose weights are at hand.",
+        ),
+    ] = None,
+    trainer_logprobs: Annotated[
+        str | None,
+        typer.Option(metavar="COLUMN", help="Score with what the trainer recorded in this column, x_ and a name."),
+    ] = None,
+    max_version_lag: Annotated[
+        int | None, typer.Option(help="Tokens of weights more versions old than this are a finding.", min=0)
+    ] = None,
+    filtered: Annotated[
+        bool,
+        typer.Option("--filtered", help="Rollouts were chosen by reward: tests of the draws are shown, not judged."),
+    ] = False,
+    sample: Annotated[
+        int | None, typer.Option(help="A quick look at about this many responses, chosen at random.", min=1)
+    ] = None,
+    fail_on: Annotated[FailOn, typer.Option(help="End with 1 where a finding is at least this severe.")] = FailOn.error,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as JSON: docs/audit.schema.json describes it.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option(help="Write the JSON to this file, beside what is printed.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the report as one HTML file, with plots.")] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Folder with tokenizer.json, for the text of responses; left out: the model's, if given."),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes; left out: as many as there are cores, one with a model.", min=1)
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Go on where the same audit was interrupted.")
+    ] = True,
+    unguarded: Annotated[
+        bool,
+        typer.Option(
+            "--unguarded",
+            help="Also take Parquet files without keptset's checksums; a damaged one may end the process.",
+        ),
+    ] = False,
+) -> None:
+    """Search recorded rollouts for every way in which their importance ratios can be wrong.
+
+    Without a model: structure, settings, versions, repeats, and whether tokens are draws from what was recorded. With
+    one, or with the trainer's own log-probabilities: ratios too, and which fault explains them.
+
+    Ends with 0 where all is well, 1 with findings, 2 for wrong use, 3 where something could not be read.
+    """
+    _check_outputs(html, json_file)
+    options = AuditOptions(
+        max_version_lag=max_version_lag,
+        filtered=filtered,
+        sample=sample,
+        workers=1 if model and workers is None else workers,
+        unguarded=unguarded,
+        work=_work_folder(paths) if resume else None,
+        scorer=_scorer(model or [], trainer_logprobs),
+    )
+    report = _run(paths, options)
+    report = _decoded(report, tokenizer, model or [])
+    _put_out(report, as_json=as_json, json_file=json_file, html=html)
+    code = exit_code(report, Severity(fail_on.value))
+    if code:
+        raise typer.Exit(code)
+
+
+def exit_code(report: AuditReport, fail_on: Severity) -> int:
+    """1 with findings at or above `fail_on`; 3 where a file could not be read to its end, or nothing was there."""
+    grave = {Severity.ERROR} if fail_on is Severity.ERROR else {Severity.ERROR, Severity.WARNING}
+    if report.severity in grave:
+        return FOUND
+    return UNREADABLE if report.totals.damaged_files or not report.totals.responses else 0
+
+
+def _check_outputs(html: Path | None, json_file: Path | None) -> None:
+    """What would fail at the end of a long audit fails before it."""
+    if html is not None and find_spec("jinja2") is None:
+        raise MissingDependency("--html needs Jinja: pip install 'keptset[report]'")
+    for option, path in (("--html", html), ("--json-file", json_file)):
+        if path is not None and path.is_dir():
+            raise InvalidInput(f"{option} {path} is a folder; name a file")
+
+
+def _scorer(models: list[str], column: str | None) -> Callable[[], BatchScorer] | None:
+    if models and column is not None:
+        raise InvalidInput("scores come from a model or from a column: give --model or --trainer-logprobs, not both")
+    if column is not None:
+        return partial(RecordedScorer, column=column)
+    if models:
+        from keptset.scripts.audit_scorers import model_folders
+
+        return model_folders(models)
+    return None
+
+
+def _work_folder(paths: list[str]) -> Path:
+    """Where an interrupted audit of these paths waits; what it was asked to do is checked there."""
+    told = "\0".join(path if "://" in path else os.path.abspath(path) for path in paths)
+    return default_cache() / "audits" / hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+
+
+def _run(paths: list[str], options: AuditOptions) -> AuditReport:
+    try:
+        with _progress() as tell:
+            report = audit(paths, replace(options, progress=tell))
+    except KeyboardInterrupt:
+        again = "nothing of it was kept" if options.work is None else "the same command goes on from there"
+        print(f"keptset: interrupted; {again}", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+    if options.work is not None:
+        with contextlib.suppress(OSError):  # not there, or another audit's work lies in it
+            options.work.rmdir()
+    return report
+
+
+def _decoded(report: AuditReport, tokenizer: Path | None, models: list[str]) -> AuditReport:
+    """With text, if there is a tokenizer."""
+    from keptset.rollout.tokenizer import Tokenizer
+    from keptset.scripts.audit_decoded import recorded_otherwise, tokenizer_folder, with_text
+
+    folder = tokenizer_folder(tokenizer, models)
+    if folder is None or (tokenizer is None and find_spec("tokenizers") is None):
+        return report
+    reader = Tokenizer.from_folder(folder)
+    if recorded_otherwise(report, reader):
+        print(f"keptset: the rollouts were recorded with another tokenizer than {folder}'s", file=sys.stderr)
+    return with_text(report, reader)
+
+
+def _put_out(report: AuditReport, *, as_json: bool, json_file: Path | None, html: Path | None) -> None:
+    text = json.dumps(to_json(report), indent=2) if as_json or json_file is not None else ""
+    if json_file is not None:
+        write_page(json_file, text + "\n")
+    if as_json:
+        print(text)
+    else:
+        print_audit(report, open_console())
+    if html is not None:
+        from keptset.scripts.audit_page import write_audit
+
+        print(f"report: {write_audit(html, report)}", file=sys.stderr)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Progress], None]]:
+    """A bar on a terminal; in a pipe only what has to be told."""
+    console = Console(stderr=True)
+
+    def note(told: Progress) -> None:
+        if told.note is not None:
+            print(f"keptset: {told.note}", file=sys.stderr)
+
+    if not console.is_terminal:
+        yield note
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Bars(*columns, console=console, transient=True) as bars:
+        task = bars.add_task("looking at the files", total=None)
+
+        def tell(told: Progress) -> None:
+            note(told)
+            done = f"{told.tokens:,} tokens"
+            bars.update(task, description=done, completed=told.units_done, total=told.units_total)
+
+        yield tell
