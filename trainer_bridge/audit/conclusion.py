@@ -13,6 +13,7 @@ from keptset.trainer_bridge.audit.planning import Plan
 from keptset.trainer_bridge.audit.reading.files import read
 from keptset.trainer_bridge.audit.report import AuditReport, ShownResponse, Totals
 from keptset.trainer_bridge.audit.shown import shown_response
+from keptset.trainer_bridge.audit.unit_audit import scorer_of
 from keptset.trainer_bridge.audit.verdict import decide, fold, verdict_line, worst_severity
 
 
@@ -67,7 +68,7 @@ def _told(identity: Identity) -> dict[str, str]:
 
 
 def _shown(places: Sequence[WorstPlace], plan: Plan, options: AuditOptions) -> tuple[ShownResponse, ...]:
-    scorer = None if options.scorer is None else options.scorer()
+    scorer = scorer_of(options)
     found: dict[WorstPlace, ShownResponse] = {}
     for number in {place.unit for place in places}:
         unit, first_row = plan.units[number], 0

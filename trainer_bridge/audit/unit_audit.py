@@ -44,7 +44,7 @@ def audit_unit(unit: Unit, options: AuditOptions) -> Partial:
 
 def audited_batches(unit: Unit, options: AuditOptions) -> Iterator[AuditedBatch]:
     """The batches of a unit as the checks see them. Errors: as `read`."""
-    scorer = None if options.scorer is None else _scorer(options.scorer)
+    scorer = scorer_of(options)
     batches = read(unit.file, unit.first, unit.last, start=unit.start, unguarded=options.unguarded)
     first_row = 0
     for number, batch in enumerate(pieces(batches)):
@@ -123,7 +123,11 @@ def _finite_logprobs(
     return usable_B
 
 
+def scorer_of(options: AuditOptions) -> BatchScorer | None:
+    """What scores, made once in each process; None where nothing does."""
+    return None if options.scorer is None else _scorer(options.scorer)
+
+
 @lru_cache(maxsize=1)
 def _scorer(make: Callable[[], BatchScorer]) -> BatchScorer:
-    """Made once in each process."""
     return make()
