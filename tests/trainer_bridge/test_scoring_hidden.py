@@ -187,33 +187,61 @@ def test_an_empty_batch_scores_to_nothing(anywhere: Any) -> None:
     assert list(scores.logprobs_T.shape) == [0]
 
 
-class CountRows:
-    """Counts the rows of every table that a framework's hand reads."""
+class CountedReads(np.ndarray):
+    """Counts the rows that are read of it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, tensor: Any) -> None:
-        self.rows = 0
-        kind = type(head_hand.head_hand_for(tensor))
-        original = kind.rows_at
+    reads: list[int]
 
-        def counted(hand: Any, table: Any, index: Any) -> Any:
-            self.rows += len(index)
-            return original(hand, table, index)
+    def __array_finalize__(self, source: Any) -> None:
+        self.reads = []
 
-        monkeypatch.setattr(kind, "rows_at", counted)
+    def __getitem__(self, index: Any) -> Any:
+        self.reads.append(np.asarray(index).size)
+        return np.asarray(self)[index]
 
 
+def rows_read_of(
+    head: Head, hidden: Any, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, on_host: bool
+) -> int:
+    """Rows of the head that scoring reads: from the host's memory, or by the framework's own operations."""
+    kind = type(head_hand.head_hand_for(hidden))
+    reads: list[int | list[int]] = []
+    rows_at, host_arrays = kind.rows_at, kind.host_arrays
+
+    def counted_rows(hand: Any, table: Any, index: Any) -> Any:
+        reads.append(len(index) if table is head.weight_VH else 0)
+        return rows_at(hand, table, index)
+
+    def counted_arrays(hand: Any, *tables: Any) -> Any:
+        found = host_arrays(hand, *tables)
+        if found is None:
+            return None
+        arrays = [array.view(CountedReads) for array in found]
+        reads.extend(array.reads for array, table in zip(arrays, tables, strict=True) if table is head.weight_VH)
+        return arrays
+
+    monkeypatch.setattr(kind, "rows_at", counted_rows)
+    monkeypatch.setattr(kind, "host_arrays", counted_arrays if on_host else lambda hand, *tables: None)
+    score_from_hidden(hidden, head, **case)
+    return sum(sum(read) if isinstance(read, list) else read for read in reads)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
 def test_one_long_set_does_not_make_the_others_pay(
-    anywhere: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    anywhere: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, on_host: bool
 ) -> None:
     vocab, sizes = 6000, np.array([5000] + [2] * 99 + [1] * 100)
     sets = [np.sort(rng.choice(vocab, size, replace=False)) for size in sizes]
     hidden = anywhere.tensor(rng.normal(size=(200, 4)))
     head = Head(weight_VH=anywhere.tensor(rng.normal(size=(vocab, 4))))
-    count = CountRows(monkeypatch, hidden)
-    score_from_hidden(
-        hidden, head, [kept[0] for kept in sets], np.cumsum([0, *sizes]), np.concatenate(sets), np.ones(200)
-    )
-    assert count.rows == 2 * (5000 + 2 * 99), "a row of the head and one of the states for each id of a real choice"
+    case = {
+        "token_ids_T": [kept[0] for kept in sets],
+        "kept_offsets_T1": np.cumsum([0, *sizes]),
+        "kept_ids_N": np.concatenate(sets),
+        "temperature_T": np.ones(200),
+    }
+    rows = rows_read_of(head, hidden, case, monkeypatch, on_host=on_host)
+    assert rows == 5000 + 2 * 99, "one for each id of a real choice"
 
 
 def test_the_largest_logit_may_come_in_any_chunk(anywhere: Any, rng: np.random.Generator) -> None:

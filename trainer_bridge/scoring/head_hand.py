@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from keptset.trainer_bridge.scoring.hand import Hand, Tensor, framework_of
 
 Backward = Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]
@@ -28,6 +31,21 @@ class HeadHand(Hand, Protocol):
     @property
     def item_bytes(self) -> int:
         """Of a number in the working dtype."""
+
+    @property
+    def working_dtype(self) -> type[np.float32] | type[np.float64]:
+        """The dtype of sums, as NumPy calls it."""
+
+    @property
+    def threads(self) -> int:
+        """Of work on the host."""
+
+    def host_arrays(self, *tables: Tensor) -> tuple[NDArray[np.floating], ...] | None:
+        """The tables' own memory, to be read; None on a device, in a dtype that NumPy lacks (bfloat16), or where the
+        framework itself is as fast."""
+
+    def adopt(self, values: NDArray[np.floating]) -> Tensor:
+        """A tensor of an array in the working dtype, which no one else holds; may share its memory."""
 
     def rows_at(self, table_XH: Tensor, index_C: Tensor) -> Tensor:
         """Rows of a table, a copy in the working dtype. Without gradient."""

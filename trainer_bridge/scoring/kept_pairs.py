@@ -2,8 +2,8 @@
 
     z_m = h_row(m) . W_id(m) + bias_id(m)      dh_row += d_m W_id      dW_id += d_m h_row      dbias_id += d_m
 
-Pairs go in chunks whose rows stay in a cache. A dense product over the union of a chunk's ids computes more than it
-saves: see docs/scoring.md for the measurement.
+Pairs go in chunks whose rows stay in a cache; on a host NumPy does them (`host_pairs`). A dense product over the union
+of a chunk's ids computes more than it saves: see docs/scoring.md for the measurement.
 
 Legend: M pairs, C pairs of one chunk, R positions, V vocabulary, H hidden.
 """
@@ -18,6 +18,7 @@ import numpy as np
 from keptset.trainer_bridge.scoring.hand import Ints, Tensor
 from keptset.trainer_bridge.scoring.head import Head
 from keptset.trainer_bridge.scoring.head_hand import HeadHand
+from keptset.trainer_bridge.scoring.host_pairs import HostWork, dots, weighted_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,28 +40,45 @@ def _chunks(hand: HeadHand, num: int, hidden_size: int, scratch_bytes: int) -> I
     return (slice(begin, min(begin + step, num)) for begin in range(0, num, step))
 
 
+def _on_host(hand: HeadHand, scratch_bytes: int) -> HostWork:
+    return HostWork(dtype=hand.working_dtype, scratch_bytes=scratch_bytes, threads=hand.threads)
+
+
 def pair_logits(hand: HeadHand, hidden_RH: Tensor, head: Head, pairs: Pairs, scratch_bytes: int) -> Tensor:
     """The logits of M >= 1 pairs, [M]."""
-    rows_M, ids_M = hand.ints(pairs.rows_M), hand.ints(pairs.ids_M)
-    z_M = hand.concatenate(
-        [
-            hand.dots(hand.rows_at(head.weight_VH, ids_M[chunk]), hand.rows_at(hidden_RH, rows_M[chunk]))
-            for chunk in _chunks(hand, len(pairs.rows_M), int(hidden_RH.shape[1]), scratch_bytes)
-        ]
-    )
+    arrays = hand.host_arrays(hidden_RH, head.weight_VH)
+    ids_M = hand.ints(pairs.ids_M)
+    if arrays is not None:
+        states_RH, weight_VH = arrays
+        z_M = hand.adopt(dots(states_RH, weight_VH, pairs.rows_M, pairs.ids_M, _on_host(hand, scratch_bytes)))
+    else:
+        rows_M = hand.ints(pairs.rows_M)
+        z_M = hand.concatenate(
+            [
+                hand.dots(hand.rows_at(head.weight_VH, ids_M[chunk]), hand.rows_at(hidden_RH, rows_M[chunk]))
+                for chunk in _chunks(hand, len(pairs.rows_M), int(hidden_RH.shape[1]), scratch_bytes)
+            ]
+        )
     if head.bias_V is not None:
         z_M = z_M + hand.rows_at(head.bias_V.reshape([-1, 1]), ids_M).reshape([-1])
     return z_M
 
 
-def add_hidden_gradient(
-    hand: HeadHand, head: Head, pairs: Pairs, gradient_M: Tensor, gradient_RH: Tensor, scratch_bytes: int
-) -> None:
-    """Add what the pairs' logits pass on into the gradient of the hidden states."""
+def hidden_gradient(
+    hand: HeadHand, hidden_RH: Tensor, head: Head, pairs: Pairs, gradient_M: Tensor, scratch_bytes: int
+) -> Tensor:
+    """What the pairs' logits pass on to the hidden states, [R, H]; exactly 0 for rows without a pair."""
+    num_rows = int(hidden_RH.shape[0])
+    arrays = hand.host_arrays(head.weight_VH)
+    if arrays is not None and len(pairs.ids_M):
+        how, d_M = _on_host(hand, scratch_bytes), hand.to_host(gradient_M)
+        return hand.adopt(weighted_rows(arrays[0], pairs.rows_M, pairs.ids_M, d_M, num_rows, how))
+    gradient_RH = hand.zeros([num_rows, int(hidden_RH.shape[1])])
     rows_M, ids_M = hand.ints(pairs.rows_M), hand.ints(pairs.ids_M)
     for chunk in _chunks(hand, len(pairs.rows_M), int(gradient_RH.shape[1]), scratch_bytes):
         weight_CH = hand.rows_at(head.weight_VH, ids_M[chunk])
         hand.add_rows(gradient_RH, rows_M[chunk], gradient_M[chunk], weight_CH)
+    return gradient_RH
 
 
 def add_weight_gradient(

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from keptset.schemas.errors import InvalidInput
 from keptset.trainer_bridge.scoring.hand import Ints, Tensor
 from keptset.trainer_bridge.scoring.head_hand import Backward
+from keptset.trainer_bridge.scoring.host_pairs import host_threads
 from keptset.trainer_bridge.scoring.numpy_hand import Array, NumpyHand
 
 
@@ -19,6 +20,17 @@ class NumpyHeadHand(NumpyHand):
     cache_bytes = 4 << 20
     scratch_bytes = 8 << 20
     item_bytes = 8
+    working_dtype = np.float64
+
+    @property
+    def threads(self) -> int:
+        return host_threads()
+
+    def host_arrays(self, *tables: NDArray[np.floating]) -> tuple[NDArray[np.floating], ...]:
+        return tables
+
+    def adopt(self, values: NDArray[np.floating]) -> Array:
+        return np.asarray(values, np.float64)
 
     def rows_at(self, table_XH: NDArray[np.floating], index_C: Ints) -> Array:
         return table_XH[index_C].astype(np.float64)

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import numpy as np
 import paddle
+from numpy.typing import NDArray
 
 from keptset.trainer_bridge.scoring.hand import Tensor
 from keptset.trainer_bridge.scoring.head_hand import Backward
+from keptset.trainer_bridge.scoring.host_pairs import host_threads
 from keptset.trainer_bridge.scoring.paddle_hand import PaddleHand
 
 
@@ -21,7 +24,17 @@ class PaddleHeadHand(PaddleHand):
         self.cache_bytes = 4 << 20 if self._on_host else 64 << 20
         self.scratch_bytes = 8 << 20 if self._on_host else 256 << 20
         self.item_bytes = 8 if self._dtype == paddle.float64 else 4
+        self.working_dtype = np.float64 if self._dtype == paddle.float64 else np.float32
+        self.threads = host_threads()
         self._ones_1H = self.zeros([1, int(hidden_RH.shape[-1])]) + 1.0
+
+    def host_arrays(self, *tables: Tensor) -> tuple[NDArray[np.floating], ...] | None:
+        if not self._on_host or any(table.dtype == paddle.bfloat16 for table in tables):
+            return None
+        return tuple(np.asarray(np.from_dlpack(_HostMemory(table.detach()))) for table in tables)
+
+    def adopt(self, values: NDArray[np.floating]) -> Tensor:
+        return paddle.utils.dlpack.from_dlpack(values.__dlpack__())
 
     def rows_at(self, table_XH: Tensor, index_C: Tensor) -> Tensor:
         # Of the ways to read rows, the only one with a CPU kernel for every dtype.
@@ -31,8 +44,6 @@ class PaddleHeadHand(PaddleHand):
         return table_XH.detach()[begin:end].astype(self._dtype)
 
     def dots(self, left_CH: Tensor, right_CH: Tensor) -> Tensor:
-        if self._on_host:
-            return paddle.matmul(left_CH.multiply_(right_CH), self._ones_1H, transpose_y=True).reshape([-1])
         return paddle.sum(left_CH.multiply_(right_CH), axis=1)  # a device's product might round to TF32
 
     def product(
@@ -80,6 +91,19 @@ class PaddleHeadHand(PaddleHand):
             return tuple(g for g, there in zip(backward(gradients), given, strict=True) if there)
 
         return tuple(_WithGradients.apply(*[s for s in sources if s is not None], values=lambda: values, run=of_given))
+
+
+class _HostMemory:
+    """A tensor on the host as NumPy takes it without a copy: Paddle's tensors speak the protocol in parts only."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return paddle.utils.dlpack.to_dlpack(self._tensor)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0  # DLPack's number of the host
 
 
 class _WithGradients(paddle.autograd.PyLayer):  # type: ignore[misc]

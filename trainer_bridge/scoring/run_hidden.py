@@ -16,7 +16,7 @@ from keptset.trainer_bridge.scoring.head import Head
 from keptset.trainer_bridge.scoring.head_gradient import GradientRows, HeadGradient
 from keptset.trainer_bridge.scoring.head_hand import HeadHand, head_hand_for
 from keptset.trainer_bridge.scoring.kept_members import KeptMembers
-from keptset.trainer_bridge.scoring.kept_pairs import Pairs, add_hidden_gradient, add_weight_gradient, nonzero_pairs
+from keptset.trainer_bridge.scoring.kept_pairs import Pairs, add_weight_gradient, hidden_gradient, nonzero_pairs
 from keptset.trainer_bridge.scoring.partial_softmax import Partial, Whole, joined, whole
 from keptset.trainer_bridge.scoring.run import Job, Scores
 from keptset.trainer_bridge.scoring.vocabulary_chunks import FullTokens, VocabularyChunks
@@ -154,7 +154,9 @@ class _Pass:
         with hand.exact():
             pairs, gradient_M, which_F, gradient_F = self._on_logits(gradients)
             asks_hidden, asks_weight, asks_bias = self.asks
-            hidden_gradient = _zeros_like(hand, self._hidden_RH) if asks_hidden else None
+            gradient_RH = None
+            if asks_hidden:
+                gradient_RH = hidden_gradient(hand, self._hidden_RH, head, pairs, gradient_M, self._scratch)
             sink = self._work.head_gradient
             rows = GradientRows(ids_U=None, weight_UH=None, bias_U=None)
             if sink is None:
@@ -166,17 +168,15 @@ class _Pass:
             elif len(pairs.ids_M) or len(which_F):
                 rows = sink.rows(hand, head, None if len(which_F) else pairs.ids_M)
             if len(pairs.ids_M):
-                self._add_pairs(pairs, gradient_M, hidden_gradient, rows)
+                self._add_to_head(pairs, gradient_M, rows)
             if len(which_F) and self._full is not None and self._whole_F is not None:
-                self._full.add_gradients(
-                    self._whole_F, gradient_F, which_F, hidden_gradient, rows.weight_UH, rows.bias_U
-                )
-            if hidden_gradient is not None:
+                self._full.add_gradients(self._whole_F, gradient_F, which_F, gradient_RH, rows.weight_UH, rows.bias_U)
+            if gradient_RH is not None:
                 if head.shard is not None and head.shard.sum_hidden_gradient:
-                    hidden_gradient = hand.all_reduce(hidden_gradient, "sum", head.shard.group)
-                hidden_gradient = hand.like(hidden_gradient, self._hidden_RH)
+                    gradient_RH = hand.all_reduce(gradient_RH, "sum", head.shard.group)
+                gradient_RH = hand.like(gradient_RH, self._hidden_RH)
             return (
-                hidden_gradient,
+                gradient_RH,
                 hand.like(rows.weight_UH, head.weight_VH) if sink is None and asks_weight else None,
                 hand.like(rows.bias_U, head.bias_V) if sink is None and asks_bias else None,
             )
@@ -202,12 +202,8 @@ class _Pass:
             which_F = np.flatnonzero(hand.to_host(gradient_F) != 0)
         return pairs, gradient_M, which_F, gradient_F
 
-    def _add_pairs(
-        self, pairs: Pairs, gradient_M: Tensor, hidden_gradient_RH: Tensor | None, rows: GradientRows
-    ) -> None:
+    def _add_to_head(self, pairs: Pairs, gradient_M: Tensor, rows: GradientRows) -> None:
         hand = self._hand
-        if hidden_gradient_RH is not None:
-            add_hidden_gradient(hand, self._head, pairs, gradient_M, hidden_gradient_RH, self._scratch)
         places_M = rows.places(pairs.ids_M)
         if rows.weight_UH is not None:
             add_weight_gradient(hand, self._hidden_RH, pairs, places_M, gradient_M, rows.weight_UH, self._scratch)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from keptset.trainer_bridge.scoring.hand import Tensor
 from keptset.trainer_bridge.scoring.head_hand import Backward
@@ -20,6 +22,14 @@ class TorchHeadHand(TorchHand):
         self.cache_bytes = 4 << 20 if here else 64 << 20
         self.scratch_bytes = 8 << 20 if here else 256 << 20
         self.item_bytes = 8 if self._dtype == torch.float64 else 4
+        self.working_dtype = np.float64 if self._dtype == torch.float64 else np.float32
+        self.threads = torch.get_num_threads()
+
+    def host_arrays(self, *tables: Tensor) -> tuple[NDArray[np.floating], ...] | None:
+        return None  # its own reads use all threads, and are as fast
+
+    def adopt(self, values: NDArray[np.floating]) -> Tensor:
+        return torch.from_numpy(values)
 
     def rows_at(self, table_XH: Tensor, index_C: Tensor) -> Tensor:
         return table_XH.detach().index_select(0, index_C).to(self._dtype)
