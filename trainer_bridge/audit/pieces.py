@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from keptset.schemas.errors import KeptsetError
 from keptset.schemas.rollout_batch import RolloutBatch, concat_batches
 
 JOIN_BYTES = 2**21
@@ -15,17 +16,23 @@ SLICE_IDS = 2**20
 
 
 def pieces(batches: Iterable[RolloutBatch]) -> Iterator[RolloutBatch]:
-    """The same rows in batches that are neither tiny nor huge."""
+    """The same rows in batches neither tiny nor huge. What comes before an error of `batches` comes here too."""
     held: list[RolloutBatch] = []
     size = 0
-    for batch in batches:
-        if held and (size + batch.arrow.nbytes > JOIN_BYTES or not _alike(held[0], batch)):
-            yield from _slices(concat_batches(held))
-            held, size = [], 0
-        held.append(batch)
-        size += batch.arrow.nbytes
+    failure: KeptsetError | None = None
+    try:
+        for batch in batches:
+            if held and (size + batch.arrow.nbytes > JOIN_BYTES or not _alike(held[0], batch)):
+                yield from _slices(concat_batches(held))
+                held, size = [], 0
+            held.append(batch)
+            size += batch.arrow.nbytes
+    except KeptsetError as error:
+        failure = error
     if held:
         yield from _slices(concat_batches(held))
+    if failure is not None:
+        raise failure
 
 
 def _alike(one: RolloutBatch, other: RolloutBatch) -> bool:

@@ -10,16 +10,17 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
 
-from keptset.schemas.errors import DamagedFile, SchemaError, StorageError
+from keptset.schemas.errors import DamagedFile, StorageError
 from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.schemas.storage.archive import count_rows, read_archive, read_columns
 from keptset.schemas.storage.archive.place import Place
 from keptset.schemas.storage.spool.guard import check_guard
-from keptset.schemas.storage.spool.join import appended_batches
+from keptset.schemas.storage.spool.join import appended_batches, viewed
 from keptset.schemas.storage.spool.names import OPEN, PUBLISHED
 from keptset.schemas.storage.spool.stream import read_whole_batches, require_version, verify_batch
 from keptset.trainer_bridge.audit.reading.inputs import Format, InputFile
@@ -62,12 +63,7 @@ def read(file: InputFile, first: int, last: int, *, start: int = 0, unguarded: b
         if file.format is Format.PARQUET:
             yield from read_archive(file.shown, guarded=not unguarded, row_groups=range(first, last))
             return
-        batches = _open_batches(file, first, last, start) if file.format is Format.OPEN else _ipc(file, first, last)
-        for arrow in batches:
-            try:
-                yield RolloutBatch.from_arrow(arrow)
-            except SchemaError as error:
-                raise SchemaError(f"{file.shown}: {error}") from error
+        yield from _open_batches(file, first, last, start) if file.format is Format.OPEN else _ipc(file, first, last)
 
 
 @contextlib.contextmanager
@@ -94,7 +90,7 @@ def _scan_ipc(file: InputFile, columns: Sequence[str]) -> Iterator[Part]:
                 yield Part(number=number, rows=batch.num_rows, columns=batch)
 
 
-def _ipc(file: InputFile, first: int, last: int) -> Iterator[pa.RecordBatch]:
+def _ipc(file: InputFile, first: int, last: int) -> Iterator[RolloutBatch]:
     with _local_copy(file) as path, _reader(path, file, None) as reader:
         for number in range(first, last):
             if file.format is Format.PUBLISHED:
@@ -103,7 +99,7 @@ def _ipc(file: InputFile, first: int, last: int) -> Iterator[pa.RecordBatch]:
             else:
                 batch = reader.get_batch(number)
                 batch.validate(full=True)
-            yield batch
+            yield viewed(batch, file.shown)
 
 
 class _Stream:
@@ -151,21 +147,16 @@ def _scan_open(file: InputFile, columns: Sequence[str]) -> Iterator[Part]:
         start = end
 
 
-def _open_batches(file: InputFile, first: int, last: int, start: int) -> Iterator[pa.RecordBatch]:
+def _open_batches(file: InputFile, first: int, last: int, start: int) -> Iterator[RolloutBatch]:
     """Batches of an open file; from its published successor where its writer has finished it meanwhile."""
     try:
-        for number, (arrow, _) in enumerate(_stored(file, start), start=first):
-            if number >= last:
-                return
-            yield arrow
+        for arrow, _ in islice(_stored(file, start), last - first):
+            yield viewed(arrow, file.shown)
     except FileNotFoundError:
         path = Path(file.shown.removesuffix(OPEN) + PUBLISHED)
         check_guard(path)
         with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
-            for number, arrow in enumerate(appended_batches(reader, first, str(path)), start=first):
-                if number >= last:
-                    return
-                yield arrow
+            yield from islice(appended_batches(reader, first, str(path)), last - first)
 
 
 def _stored(file: InputFile, start: int) -> Iterator[tuple[pa.RecordBatch, int]]:

@@ -54,6 +54,8 @@ class KeyTable:
             self._spill()
 
     def _spill(self) -> None:
+        if not self._held:
+            return
         if not self._files:
             folder = Path(self._closing.enter_context(tempfile.TemporaryDirectory(prefix="keptset-")))
             self._files = [self._closing.enter_context((folder / str(n)).open("w+b")) for n in range(_FILES)]

@@ -1,0 +1,135 @@
+"""Tests of the draws over draws: honest ones give uniform p-values, dishonest ones are found.
+
+Legend: T tokens, N kept ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from keptset.schemas.findings import FindingKind, Severity
+from keptset.schemas.ragged import offsets_of, row_index
+from keptset.schemas.rollout_batch import RolloutBatch
+from keptset.trainer_bridge import reference
+from keptset.trainer_bridge.audit.checks.draws import Draws
+from keptset.trainer_bridge.audit.checks.surprisal import Surprisal
+from keptset.trainer_bridge.audit.options import AuditOptions
+from keptset.trainer_bridge.audit.unit_audit import audited
+from keptset.trainer_bridge.audit.verdict import decide, fold
+
+OPTIONS = AuditOptions()
+REDRAWS = 250
+
+
+@pytest.fixture(scope="module")
+def recorded(honest: Callable[..., RolloutBatch]) -> RolloutBatch:
+    """450 tokens, of which some 300 had a choice."""
+    return honest(15, tokens=30, seed=3)
+
+
+def redrawn(batch: RolloutBatch, random: np.random.Generator, *, sharpened: float = 1.0) -> RolloutBatch:
+    """The same responses with each token drawn anew from its recorded distribution, raised to a power.
+
+    Under other names: with its name a token would keep the number that spreads it over its probability, and only over
+    both chances its place is uniform.
+    """
+    sets, logprobs = batch.kept_ids, batch.kept_logprobs
+    assert sets is not None and logprobs is not None
+    offsets_T1 = np.asarray(sets.inner.offsets, np.int64)
+    logp_N = logprobs.inner.values.astype(np.float64)
+    w_N = np.exp(sharpened * logp_N)
+    w_N /= np.add.reduceat(w_N, offsets_T1[:-1])[row_index(offsets_T1)]
+    through_N = np.cumsum(w_N)
+    before_T = np.concatenate([[0], through_N])[offsets_T1[:-1]]
+    chosen_T = np.searchsorted(through_N, before_T + random.random(len(before_T)))
+    chosen_T = np.minimum(np.maximum(chosen_T, offsets_T1[:-1]), offsets_T1[1:] - 1)
+    arrow = batch.arrow
+    for name, values, kind in (
+        ("token_ids", sets.inner.values[chosen_T], pa.int32()),
+        ("behavior_logprobs", logprobs.inner.values[chosen_T], pa.float32()),
+    ):
+        at = arrow.schema.get_field_index(name)
+        column = pa.ListArray.from_arrays(
+            pa.array(offsets_of(batch.token_ids.lengths), pa.int32()), pa.array(values, kind)
+        )
+        arrow = arrow.set_column(at, arrow.schema.field(at), column)
+    names = pa.array([f"{name}-{random.integers(2**62)}" for name in batch.rollout_ids])
+    arrow = arrow.set_column(0, arrow.schema.field(0), names)
+    return RolloutBatch.from_arrow(arrow)
+
+
+def counted(*batches: RolloutBatch) -> tuple[Surprisal, Draws]:
+    checks = Surprisal(OPTIONS), Draws(OPTIONS)
+    for batch in batches:
+        seen = audited(batch)
+        assert seen.sound_B.all()
+        for check in checks:
+            check.add(seen)
+    return checks
+
+
+def test_p_values_over_clean_redraws_are_uniform(recorded: RolloutBatch) -> None:
+    random = np.random.default_rng(20)
+    found = []
+    for _ in range(REDRAWS):
+        surprisal, draws = counted(redrawn(recorded, random))
+        found.append([check.outcome().tests[0].p_value for check in (surprisal, draws)])
+    for p_values in np.array(found).T:
+        assert reference.kolmogorov_smirnov(p_values)[1] > 0.01
+        assert p_values.min() > 1e-6
+
+
+@pytest.mark.parametrize("sharpened", [1.3, 0.75])
+def test_draws_that_are_too_sharp_or_too_flat_are_found_by_both_tests(recorded: RolloutBatch, sharpened: float) -> None:
+    random = np.random.default_rng(21)
+    checks = counted(*(redrawn(recorded, random, sharpened=sharpened) for _ in range(40)))
+    outcomes = [check.outcome() for check in checks]
+    results = decide([t for o in outcomes for t in o.tests], family_level=1e-6, filtered=False)
+    assert [result.rejected for result in results] == [True, True]
+    evidence = [e for o in outcomes for e in o.evidence]
+    (finding,) = fold(evidence, results, 600, 1e-6)
+    assert (finding.kind, finding.severity) == (FindingKind.DRAWS, Severity.ERROR)
+    assert [symptom.kind for symptom in finding.symptoms] == [FindingKind.SURPRISAL]
+    assert ("more" if sharpened > 1 else "less") in finding.symptoms[0].summary
+
+
+def test_over_filtered_rollouts_they_are_information(recorded: RolloutBatch) -> None:
+    random = np.random.default_rng(21)
+    checks = counted(*(redrawn(recorded, random, sharpened=1.3) for _ in range(40)))
+    outcomes = [check.outcome() for check in checks]
+    results = decide([t for o in outcomes for t in o.tests], family_level=1e-6, filtered=True)
+    findings = fold([e for o in outcomes for e in o.evidence], results, 600, 1e-6)
+    assert {finding.severity for finding in findings} == {Severity.INFO}
+    assert "expected where rollouts were filtered" in findings[0].summary
+
+
+def test_greedy_tokens_recorded_as_draws_are_found_by_the_surprisal_of_the_files_alone(recorded: RolloutBatch) -> None:
+    random = np.random.default_rng(22)
+    surprisal, _ = counted(*(redrawn(recorded, random, sharpened=50.0) for _ in range(3)))
+    (test,) = surprisal.outcome().tests
+    assert test.p_value < 1e-9 and test.effect > 0.3
+
+
+def test_what_merges_is_what_one_check_would_have_counted(recorded: RolloutBatch) -> None:
+    random = np.random.default_rng(23)
+    batches = [redrawn(recorded, random) for _ in range(4)]
+    whole, first, second = counted(*batches), counted(*batches[:1]), counted(*batches[1:])
+    for one, other, both in zip(first, second, whole, strict=True):
+        one.merge(other)  # type: ignore[arg-type]
+        assert one.outcome() == both.outcome()
+
+
+def test_b_over_something_else_than_the_kept_set_does_not_count(honest: Callable[..., RolloutBatch]) -> None:
+    surprisal, _ = counted(honest(15, tokens=30, logprob_domain="full"))
+    assert surprisal.outcome().tests == ()
+    assert "b is over the kept set" in surprisal.outcome().not_tested[0].reason
+
+
+def test_without_whole_distributions_draws_are_not_counted(honest: Callable[..., RolloutBatch]) -> None:
+    _, draws = counted(honest(15, tokens=30, distributions=False))
+    assert draws.outcome().tests == ()
+    assert "kept_logprobs" in draws.outcome().not_tested[0].reason
