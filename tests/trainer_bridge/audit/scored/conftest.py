@@ -13,13 +13,13 @@ import pytest
 
 from keptset.schemas.builder import BatchBuilder, Response
 from keptset.schemas.columns import Identity
-from keptset.schemas.findings import FindingKind, Severity
+from keptset.schemas.findings import FindingKind
 from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.schemas.sampling_params import SamplingParams
-from keptset.schemas.validation import validate
 from keptset.trainer_bridge import reference
 from keptset.trainer_bridge.audit.audited_batch import AuditedBatch
-from keptset.trainer_bridge.audit.token_scores import ModelScorer
+from keptset.trainer_bridge.audit.options import BatchScorer
+from keptset.trainer_bridge.audit.unit_audit import audited as judged
 from keptset.trainer_bridge.reference.audit import Position, explanations
 from keptset.trainer_bridge.scoring.aligned import LogitsOf
 
@@ -218,26 +218,9 @@ def plant(world: World, kind: FindingKind, rows: Sequence[int]) -> World:
     return world.with_b(rows, b_of)
 
 
-def audited(batch: RolloutBatch, scorer: ModelScorer | None = None) -> AuditedBatch:
-    """A batch of rows all of which count, as the runner hands it over, and with its scores."""
-    rows: dict[FindingKind, list[int]] = {}
-    for row in range(len(batch)):
-        for finding in validate(batch.slice(row, 1), examples=0):
-            if finding.severity is Severity.ERROR:
-                rows.setdefault(finding.kind, []).append(row)
-    sound = np.ones(len(batch), bool)
-    for found in rows.values():
-        sound[found] = False
-    made = AuditedBatch(
-        unit=0,
-        number=0,
-        batch=batch,
-        structure=(),
-        rows_by_kind={kind: np.array(found) for kind, found in rows.items()},
-        sound_B=sound,
-        counted_B=np.ones(len(batch), bool),
-    )
-    return made if scorer is None else replace(made, scores=scorer.score(made.counted))
+def audited(batch: RolloutBatch, scorer: BatchScorer | None = None) -> AuditedBatch:
+    """A batch as the runner hands it over, with its scores."""
+    return judged(batch, scorer=scorer)
 
 
 class Scored:
@@ -248,6 +231,7 @@ class Scored:
     TableScorer = TableScorer
     faults_of_b = FAULTS_OF_B
     settings = SETTINGS
+    order = ORDER
     draw = staticmethod(draw_world)
     plant = staticmethod(plant)
     audited = staticmethod(audited)

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from keptset.schemas.findings import FindingKind
 from keptset.trainer_bridge.audit.check import Outcome
-from keptset.trainer_bridge.audit.checks.explanations import Explanations
+from keptset.trainer_bridge.audit.checks.explanations import TEST, Explanations
 from keptset.trainer_bridge.audit.explanations import EXPLANATIONS
 from keptset.trainer_bridge.audit.options import AuditOptions
 from keptset.trainer_bridge.audit.token_scores import ModelScorer
@@ -67,3 +68,118 @@ def test_a_fault_in_all_responses_is_named_and_nothing_else(scored: Any, clean: 
 def test_honest_responses_are_left_alone(honest: Explanations) -> None:
     assert honest.outcome() == Outcome()
     assert honest.counts.clean == HONEST
+
+
+def noisy(world: Any, size: float, *, seed: int = 1) -> Any:
+    """b as another honest path would have it: off by as much as bfloat16 is."""
+    rng = np.random.default_rng(seed)
+
+    def off(response: Any) -> Any:
+        one_choice = np.diff(response.kept_offsets) == 1
+        noise = np.where(one_choice, 0.0, rng.normal(0, size, len(one_choice)))
+        return replace(response, behavior_logprobs=np.minimum(response.behavior_logprobs + noise, 0.0))
+
+    return replace(world, responses=[off(response) for response in world.responses])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_path_that_differs_as_bfloat16_does_is_no_finding(scored: Any, seed: int) -> None:
+    outcome = counted(scored, noisy(scored.draw(7 + seed, 24), 0.04, seed=seed)).outcome()
+    assert not [found for found in outcome.evidence if found.test is None]
+    for test in outcome.tests:
+        assert test.p_value > 1e-6 or test.effect < test.effect_bound
+
+
+@pytest.mark.parametrize(
+    "kind", [FindingKind.RAW_LOGITS, FindingKind.MASK_SWAPPED, FindingKind.TEMPERATURE_ON_LOGPROBS], ids=str
+)
+def test_a_fault_is_named_beside_a_path_that_differs_as_bfloat16_does(
+    scored: Any, clean: Any, kind: FindingKind
+) -> None:
+    rows = rows_of(kind)
+    faulty = noisy(scored.plant(noisy(clean, 0.04), kind, rows), 0.01)
+    check = counted(scored, noisy(scored.draw(4, 40), 0.04))
+    check.merge(counted(scored, replace(faulty, responses=[faulty.responses[row] for row in rows])))
+    assert [(found.kind, found.responses) for found in check.outcome().evidence if found.test is None] == [(kind, 2)]
+
+
+def test_a_b_that_nothing_explains_is_a_mismatch_where_others_are_right(
+    scored: Any, clean: Any, honest: Explanations
+) -> None:
+    spoilt = clean.with_b(
+        [3], lambda row, at: float(clean.responses[row].behavior_logprobs[at]) * (1.3 + 0.5 * (at % 3))
+    )
+    check = copy.deepcopy(honest)
+    check.merge(counted(scored, replace(spoilt, responses=spoilt.responses[3:4])))
+    (found,) = check.outcome().evidence
+    assert (found.kind, found.responses, found.test) == (FindingKind.LOGPROB_MISMATCH, 1, None)
+
+
+def test_a_b_that_nothing_explains_anywhere_is_a_mismatch_if_the_mean_ratio_says_so(scored: Any) -> None:
+    world = scored.draw(9, 40)
+    rng = np.random.default_rng(2)
+    spoilt = world.with_b(
+        range(40), lambda row, at: float(world.responses[row].behavior_logprobs[at]) - 0.2 + 0.3 * rng.normal()
+    )
+    outcome = counted(scored, spoilt).outcome()
+    assert [(found.kind, found.test) for found in outcome.evidence] == [(FindingKind.LOGPROB_MISMATCH, TEST)]
+    (test,) = outcome.tests
+    assert test.p_value < 1e-12 and test.effect > 0.1
+
+
+def test_two_faults_at_once_are_both_named(scored: Any, clean: Any, honest: Explanations) -> None:
+    faulty = scored.plant(clean, FindingKind.FULL_VOCABULARY, [3])
+    faulty = scored.plant(faulty, FindingKind.TEMPERATURE_MISSING, [4, 8])
+    check = copy.deepcopy(honest)
+    check.merge(counted(scored, replace(faulty, responses=[faulty.responses[row] for row in (3, 4, 8)])))
+    named = {found.kind: found.responses for found in check.outcome().evidence}
+    assert named == {FindingKind.FULL_VOCABULARY: 1, FindingKind.TEMPERATURE_MISSING: 2}
+
+
+def test_a_shift_is_told_with_its_direction_and_a_version_with_its_number(scored: Any, clean: Any) -> None:
+    shifted = scored.plant(clean, FindingKind.MASK_SHIFTED, range(16))
+    (found,) = counted(scored, shifted).outcome().evidence
+    assert "one before" in found.summary
+    assert found.together[frozenset({FindingKind.MEMBER, FindingKind.LOGPROB})] > 0
+    moved = scored.plant(clean, FindingKind.WRONG_VERSION, range(16))
+    (found,) = counted(scored, moved, models_of(clean, FindingKind.WRONG_VERSION)).outcome().evidence
+    assert "version 1" in found.summary
+
+
+def test_merging_in_parts_gives_what_the_whole_gives(scored: Any, clean: Any) -> None:
+    faulty = scored.plant(clean, FindingKind.RENORMALISED_TWICE, [3, 7, 11])
+    whole, parts = counted(scored, faulty), Explanations(AuditOptions())
+    for begin in range(0, 16, 4):
+        parts.merge(counted(scored, replace(faulty, responses=faulty.responses[begin : begin + 4])))
+    ours, theirs = whole.outcome(), parts.outcome()
+    assert [replace(e, examples=()) for e in ours.evidence] == [replace(e, examples=()) for e in theirs.evidence]
+
+
+def test_a_response_after_an_update_with_the_old_cache_is_not_judged(scored: Any, clean: Any) -> None:
+    """Its later tokens belong to no version; those before the update are judged."""
+    faulty = scored.plant(clean, FindingKind.FULL_VOCABULARY, range(16))
+    versions = np.repeat([0, 1], 12)
+    models = {0: clean.model, 1: clean.model.moved(17, 0.3)}
+
+    def judged(kv_policy: str) -> int:
+        responses = [replace(r, policy_versions=versions, kv_policy=kv_policy) for r in faulty.responses]
+        check = counted(scored, replace(faulty, responses=responses), models)
+        return check.without_expectation
+
+    assert (judged("kept"), judged("recomputed")) == (16 * 12, 0)
+
+
+def test_a_model_of_untold_version_judges_tokens_of_one_version_alone(scored: Any, clean: Any) -> None:
+    world = scored.plant(clean, FindingKind.FULL_VOCABULARY, range(16))
+    assert counted(scored, world, {None: world.model}).outcome().evidence
+    check = counted(scored, world, {None: world.model})
+    check.merge(counted(scored, world.with_versions(3), {None: world.model}))
+    outcome = check.outcome()
+    assert not outcome.evidence
+    assert "versions 0 to 3" in outcome.not_tested[0].reason and "--model 3=FOLDER" in outcome.not_tested[0].reason
+
+
+def test_tokens_of_versions_that_are_not_at_hand_are_not_judged(scored: Any, clean: Any) -> None:
+    outcome = counted(scored, scored.plant(clean, FindingKind.FULL_VOCABULARY, range(16)).with_versions(8)).outcome()
+    assert not outcome.evidence
+    assert f"for {16 * 24} tokens" in outcome.not_tested[0].reason
