@@ -49,9 +49,9 @@ class KeptCase:
         return len(self.kept_ids_N)
 
 
-def kept_case(shape: Shape, tokens: int | None = None) -> KeptCase:
+def kept_case(shape: Shape, tokens: int | None = None, *, seed: int = SEED) -> KeptCase:
     """Set sizes min(512, ceil(exp(.19 + 1.9 N))) with N standard normal; ids uniform over the vocabulary."""
-    rng = np.random.default_rng(SEED)
+    rng = np.random.default_rng(seed)
     num = shape.tokens if tokens is None else tokens
     sizes = np.minimum(LARGEST_SET, np.ceil(np.exp(0.19 + 1.9 * rng.standard_normal(num)))).astype(np.int64)
     offsets = np.concatenate([[0], np.cumsum(sizes)])

@@ -195,9 +195,9 @@ class CountedReads(np.ndarray):
     def __array_finalize__(self, source: Any) -> None:
         self.reads = []
 
-    def __getitem__(self, index: Any) -> Any:
-        self.reads.append(np.asarray(index).size)
-        return np.asarray(self)[index]
+    def take(self, index: Any, axis: int) -> Any:  # type: ignore[override]
+        self.reads.append(len(index))
+        return np.asarray(self).take(index, axis=axis)
 
 
 def rows_read_of(

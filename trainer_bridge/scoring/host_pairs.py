@@ -3,10 +3,10 @@
     z_m = h_row(m) . W_id(m)          G_row = sum over its pairs of d_m W_id(m)
 
 Positions with equally many pairs go together, in one batched product without padding. A batch is small enough for a
-cache; what takes the time is to read rows at random places, which one thread alone does not keep busy.
+cache; what takes the time is to read rows at random places.
 
-Legend: M pairs, P pieces (the pairs of a position, or a part of them where they are many), B pieces of a batch, K pairs
-of each, R positions, V rows of the table, H hidden.
+Legend: M pairs, in the caller's order or (S) by the size of their piece; P pieces (the pairs of a position, or a part
+of them where they are many), B pieces of a batch, K pairs of each; R positions, V rows of the table, H hidden.
 """
 
 from __future__ import annotations
@@ -22,44 +22,10 @@ from numpy.typing import NDArray
 Array = NDArray[np.floating]
 Ints = NDArray[np.int64]
 
-_BATCH_BYTES = 1 << 19
-"""Rows of a batch: a core's cache holds them (1 MiB takes a tenth longer, 2 MiB a quarter)."""
+_BATCH_BYTES = 1 << 20
+"""Rows of a batch: a core's cache holds them."""
 _BATCHES_PER_THREAD = 8
 """Fewer are not worth another thread."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Pieces:
-    """Consecutive pairs of a position each."""
-
-    rows_P: Ints
-    starts_P: Ints
-    sizes_P: Ints
-    is_first_P: NDArray[np.bool_]
-    """Of its position."""
-
-    @property
-    def pairs_BK(self) -> Ints:
-        """Where the pairs of pieces of one size are."""
-        return self.starts_P[:, None] + np.arange(self.sizes_P[0])
-
-    def take(self, which: NDArray[np.generic]) -> _Pieces:
-        """Some of them."""
-        return _Pieces(
-            rows_P=self.rows_P[which],
-            starts_P=self.starts_P[which],
-            sizes_P=self.sizes_P[which],
-            is_first_P=self.is_first_P[which],
-        )
-
-
-def host_threads() -> int:
-    """As many as MKL_NUM_THREADS says, else one for each core of this process.
-
-    OMP_NUM_THREADS is not asked: Paddle and Ray set it to 1 unasked."""
-    asked = os.environ.get("MKL_NUM_THREADS", "")
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min(cores, int(asked))) if asked.isdecimal() else cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,74 +44,105 @@ class HostWork:
         return max(1, min(_BATCH_BYTES, self.scratch_bytes // (2 * self.threads)) // row_bytes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """Pieces of one size."""
+
+    pieces: slice
+    pairs: slice
+    """Theirs, in the order by size."""
+    shape: tuple[int, int]
+    """(B, K)."""
+
+
+class _Pieces:
+    """The pairs of each position, cut where they are more than `most`, ordered by how many they are."""
+
+    def __init__(self, rows_M: Ints, most: int) -> None:
+        bounds = np.append(np.flatnonzero(np.append(True, rows_M[1:] != rows_M[:-1])), len(rows_M))
+        num = -(-np.diff(bounds) // most)
+        within = np.arange(num.sum()) - np.repeat(np.cumsum(num) - num, num)
+        starts = np.repeat(bounds[:-1], num) + within * most
+        sizes = np.minimum(starts + most, np.repeat(bounds[1:], num)) - starts
+        # Further pieces of a position come last: what is done side by side must be about different ones.
+        order = np.lexsort((sizes, within > 0))
+        starts, sizes = starts[order], sizes[order]
+        self.rows_P = rows_M[starts]
+        self.num_first = int((within == 0).sum())
+        ends = np.cumsum(sizes)
+        self.pairs_S: Ints = np.arange(len(rows_M)) + np.repeat(starts - (ends - sizes), sizes)
+        """Index of each pair among the caller's."""
+        self._sizes, self._ends, self._most = sizes.tolist(), ends.tolist(), most
+
+    def batches(self, begin: int, end: int) -> list[_Batch]:
+        """Of pieces [begin, end), at most `most` pairs each."""
+        made, first = [], begin
+        for piece in range(begin, end):
+            size = self._sizes[piece]
+            full = (piece + 1 - first) * size > self._most - size
+            if full or piece + 1 == end or self._sizes[piece + 1] != size:
+                num, stop = piece + 1 - first, self._ends[piece]
+                pairs = slice(stop - num * size, stop)
+                made.append(_Batch(pieces=slice(first, piece + 1), pairs=pairs, shape=(num, size)))
+                first = piece + 1
+        return made
+
+
+def host_threads() -> int:
+    """As many as MKL_NUM_THREADS says, else one for each core of this process.
+
+    OMP_NUM_THREADS is not asked: Paddle and Ray set it to 1 unasked."""
+    asked = os.environ.get("MKL_NUM_THREADS", "")
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(cores, int(asked))) if asked.isdecimal() else cores
+
+
 def dots(hidden_RH: Array, table_VH: Array, rows_M: Ints, ids_M: Ints, how: HostWork) -> Array:
-    """z [M]. Equal `rows_M` stand together."""
-    dtype = how.dtype
-    z_M = np.empty(len(ids_M), dtype)
+    """z [M] of M >= 1 pairs. Equal `rows_M` stand together; ids lie in [0, V)."""
+    pieces = _Pieces(rows_M, how.pairs_at_once(table_VH))
+    ids_S, z_S = ids_M[pieces.pairs_S], np.empty(len(ids_M), how.dtype)
 
-    def work(pieces: _Pieces) -> None:
-        at_BK = pieces.pairs_BK
-        table_BKH = table_VH[ids_M[at_BK]].astype(dtype, copy=False)
-        hidden_BH1 = hidden_RH[pieces.rows_P].astype(dtype, copy=False)[:, :, None]
-        z_M[at_BK] = np.matmul(table_BKH, hidden_BH1)[:, :, 0]
+    def work(batch: _Batch) -> None:
+        table_BKH = _read(table_VH, ids_S[batch.pairs], how).reshape(*batch.shape, -1)
+        hidden_BH1 = _read(hidden_RH, pieces.rows_P[batch.pieces], how)[:, :, None]
+        np.matmul(table_BKH, hidden_BH1, out=z_S[batch.pairs].reshape(*batch.shape, 1))
 
-    most = how.pairs_at_once(table_VH)
-    _on_threads(work, _batches(_pieces(rows_M, most), most), how.threads)
+    _on_threads(work, pieces.batches(0, len(pieces.rows_P)), how.threads)
+    z_M = np.empty_like(z_S)
+    z_M[pieces.pairs_S] = z_S
     return z_M
 
 
 def weighted_rows(table_VH: Array, rows_M: Ints, ids_M: Ints, weight_M: Array, num_rows: int, how: HostWork) -> Array:
-    """G [R, H], exactly 0 for rows without a pair. Equal `rows_M` stand together."""
-    weight_M = weight_M.astype(how.dtype, copy=False)
+    """G [R, H] of M >= 1 pairs, exactly 0 for rows without one. Equal `rows_M` stand together; ids lie in [0, V)."""
+    pieces = _Pieces(rows_M, how.pairs_at_once(table_VH))
+    ids_S, weight_S = ids_M[pieces.pairs_S], weight_M[pieces.pairs_S].astype(how.dtype, copy=False)
     sums_RH = np.zeros((num_rows, table_VH.shape[1]), how.dtype)
 
-    def product_BH(pieces: _Pieces) -> Array:
-        at_BK = pieces.pairs_BK
-        table_BKH = table_VH[ids_M[at_BK]].astype(how.dtype, copy=False)
-        return np.asarray(np.matmul(weight_M[at_BK][:, None, :], table_BKH)[:, 0])
+    def sums_BH(batch: _Batch) -> Array:
+        num, size = batch.shape
+        table_BKH = _read(table_VH, ids_S[batch.pairs], how).reshape(num, size, -1)
+        return np.asarray(np.matmul(weight_S[batch.pairs].reshape(num, 1, size), table_BKH)[:, 0])
 
-    def work(pieces: _Pieces) -> None:
-        sums_RH[pieces.rows_P] = product_BH(pieces)
+    def work(batch: _Batch) -> None:
+        sums_RH[pieces.rows_P[batch.pieces]] = sums_BH(batch)
 
-    most = how.pairs_at_once(table_VH)
-    pieces = _pieces(rows_M, most)
-    _on_threads(work, _batches(pieces.take(pieces.is_first_P), most), how.threads)
-    for further in _batches(pieces.take(~pieces.is_first_P), most):  # of positions that have had one: not side by side
-        np.add.at(sums_RH, further.rows_P, product_BH(further))
+    _on_threads(work, pieces.batches(0, pieces.num_first), how.threads)
+    for batch in pieces.batches(pieces.num_first, len(pieces.rows_P)):
+        np.add.at(sums_RH, pieces.rows_P[batch.pieces], sums_BH(batch))
     return sums_RH
 
 
-def _pieces(rows_M: Ints, most: int) -> _Pieces:
-    """The pairs of each position, cut where they are more than `most`."""
-    bounds = np.append(np.flatnonzero(np.append(True, rows_M[1:] != rows_M[:-1])), len(rows_M))
-    sizes = np.diff(bounds)
-    num = -(-sizes // most)
-    within = np.arange(num.sum()) - np.repeat(np.cumsum(num) - num, num)
-    starts_P = np.repeat(bounds[:-1], num) + within * most
-    ends_P = np.minimum(starts_P + most, np.repeat(bounds[1:], num))
-    return _Pieces(rows_P=rows_M[starts_P], starts_P=starts_P, sizes_P=ends_P - starts_P, is_first_P=within == 0)
+def _read(table: Array, index: Ints, how: HostWork) -> Array:
+    return table.take(index, axis=0).astype(how.dtype, copy=False)
 
 
-def _batches(pieces: _Pieces, most: int) -> list[_Pieces]:
-    """Pieces of one size each, at most so many pairs together."""
-    if not len(pieces.sizes_P):
-        return []
-    ordered = pieces.take(np.argsort(pieces.sizes_P, kind="stable"))
-    sizes = ordered.sizes_P
-    bounds = np.append(np.flatnonzero(np.append(True, sizes[1:] != sizes[:-1])), len(sizes))
-    batches = []
-    for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        step = max(1, most // int(sizes[begin]))
-        batches += [ordered.take(np.arange(at, min(at + step, end))) for at in range(begin, end, step)]
-    return batches
-
-
-def _on_threads(work: Callable[[_Pieces], None], batches: list[_Pieces], threads: int) -> None:
+def _on_threads(work: Callable[[_Batch], None], batches: list[_Batch], threads: int) -> None:
     threads = max(1, min(threads, len(batches) // _BATCHES_PER_THREAD))
 
     def share(number: int) -> None:
-        for pieces in batches[number::threads]:
-            work(pieces)
+        for batch in batches[number::threads]:
+            work(batch)
 
     if threads == 1:
         share(0)

@@ -29,7 +29,8 @@ class PaddleHeadHand(PaddleHand):
         self._ones_1H = self.zeros([1, int(hidden_RH.shape[-1])]) + 1.0
 
     def host_arrays(self, *tables: Tensor) -> tuple[NDArray[np.floating], ...] | None:
-        if not self._on_host or any(table.dtype == paddle.bfloat16 for table in tables):
+        # Of a view, Paddle 2.6 hands out the memory without its strides.
+        if not self._on_host or any(t.dtype == paddle.bfloat16 or not t.is_contiguous() for t in tables):
             return None
         return tuple(np.asarray(np.from_dlpack(_HostMemory(table.detach()))) for table in tables)
 
