@@ -24,10 +24,12 @@ from rich.progress import Progress as Bars
 from keptset.schemas.errors import InvalidInput, MissingDependency
 from keptset.schemas.findings import Severity
 from keptset.scripts.audit_json import to_json
-from keptset.scripts.audit_text import print_audit
+from keptset.scripts.audit_text import print_audit, print_comparison
 from keptset.scripts.demo_model import default_cache
 from keptset.scripts.html_page import write_page
 from keptset.scripts.table import open_console
+from keptset.trainer_bridge.audit.against import compare
+from keptset.trainer_bridge.audit.comparison import Comparison
 from keptset.trainer_bridge.audit.options import AuditOptions, BatchScorer, Progress
 from keptset.trainer_bridge.audit.recorded_logprobs import RecordedScorer
 from keptset.trainer_bridge.audit.report import AuditReport
@@ -58,6 +60,13 @@ def command(
     trainer_logprobs: Annotated[
         str | None,
         typer.Option(metavar="COLUMN", help="Score with what the trainer recorded in this column, x_ and a name."),
+    ] = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OTHER",
+            help="Compare with another recording of the same rollouts instead: where and since when they part.",
+        ),
     ] = None,
     max_version_lag: Annotated[
         int | None, typer.Option(help="Tokens of weights more versions old than this are a finding.", min=0)
@@ -98,9 +107,23 @@ def command(
     Without a model: structure, settings, versions, repeats, and whether tokens are draws from what was recorded. With
     one, or with the trainer's own log-probabilities: ratios too, and which fault explains them.
 
-    Ends with 0 where all is well, 1 with findings, 2 for wrong use, 3 where something could not be read.
+    Ends with 0 where all is well, 1 with findings, 2 for wrong use, 3 where something could not be read. With --against
+    it ends with 1 where the recordings part.
     """
     _check_outputs(html, json_file)
+    if against:
+        if model or trainer_logprobs or html:
+            raise InvalidInput(
+                "--against compares two recordings and nothing else: leave --model, "
+                "--trainer-logprobs and --html out, or run twice"
+            )
+        comparison = compare(paths, against, unguarded=unguarded)
+        _write_json(comparison, as_json=as_json, json_file=json_file)
+        if not as_json:
+            print_comparison(comparison, open_console())
+        if comparison.parts:
+            raise typer.Exit(FOUND)
+        return
     options = AuditOptions(
         max_version_lag=max_version_lag,
         filtered=filtered,
@@ -182,17 +205,23 @@ def _decoded(report: AuditReport, tokenizer: Path | None, models: list[str]) -> 
 
 
 def _put_out(report: AuditReport, *, as_json: bool, json_file: Path | None, html: Path | None) -> None:
-    text = json.dumps(to_json(report), indent=2) if as_json or json_file is not None else ""
-    if json_file is not None:
-        write_page(json_file, text + "\n")
-    if as_json:
-        print(text)
-    else:
+    _write_json(report, as_json=as_json, json_file=json_file)
+    if not as_json:
         print_audit(report, open_console())
     if html is not None:
         from keptset.scripts.audit_page import write_audit
 
         print(f"report: {write_audit(html, report)}", file=sys.stderr)
+
+
+def _write_json(report: AuditReport | Comparison, *, as_json: bool, json_file: Path | None) -> None:
+    if not as_json and json_file is None:
+        return
+    text = json.dumps(to_json(report), indent=2)
+    if json_file is not None:
+        write_page(json_file, text + "\n")
+    if as_json:
+        print(text)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
-"""An audit as JSON, and the JSON Schema of it: both made from the records, so that they cannot part.
+"""What an audit prints as JSON, and the JSON Schemas of it: both made from the records, so that they cannot part.
 
-`python -m keptset.scripts.audit_json docs/audit.schema.json` writes the published schema; a test holds that it is up to
-date.
+`python -m keptset.scripts.audit_json docs` writes the published schemas; a test holds that they are up to date.
 """
 
 from __future__ import annotations
@@ -21,10 +20,17 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from keptset.trainer_bridge.audit.comparison import Comparison
 from keptset.trainer_bridge.audit.report import AuditReport
 
 FORMAT = 1
 """Raised when something is renamed, removed or means something else; new fields do not raise it."""
+
+SCHEMAS: dict[str, tuple[type, str]] = {
+    "audit.schema.json": (AuditReport, "audit --json"),
+    "audit-against.schema.json": (Comparison, "audit --against OTHER --json"),
+}
+"""Published file -> (record, what prints it)."""
 
 _SCALARS: dict[Any, dict[str, Any]] = {
     str: {"type": "string"},
@@ -35,19 +41,20 @@ _SCALARS: dict[Any, dict[str, Any]] = {
 }
 
 
-def to_json(report: AuditReport) -> dict[str, Any]:
-    """Plain values for `json.dumps`, as docs/audit.schema.json describes them."""
+def to_json(report: AuditReport | Comparison) -> dict[str, Any]:
+    """Plain values for `json.dumps`, as the published schemas describe them."""
     return {"format": FORMAT, **plain(report)}
 
 
-def json_schema() -> dict[str, Any]:
-    """JSON Schema 2020-12 of what `to_json` returns."""
+def json_schema(name: str) -> dict[str, Any]:
+    """JSON Schema 2020-12 of what `to_json` returns for the record that is published under this name."""
+    record, prints = SCHEMAS[name]
     definitions: dict[str, Any] = {}
-    whole = _record(AuditReport, definitions)
+    whole = _record(record, definitions)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "$id": f"urn:keptset:audit:{FORMAT}",
-        "title": "keptset audit --json",
+        "$id": f"urn:keptset:{name.partition('.')[0]}:{FORMAT}",
+        "title": f"keptset {prints}",
         "description": whole["description"] + " Fields may be added without a new format: read those you know.",
         "type": "object",
         "required": ["format", *whole["required"]],
@@ -56,9 +63,9 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def schema_text() -> str:
+def schema_text(name: str) -> str:
     """The published file."""
-    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(json_schema(name), indent=2, ensure_ascii=False) + "\n"
 
 
 def plain(value: Any) -> Any:
@@ -68,7 +75,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {str(plain(key)): plain(entry) for key, entry in value.items()}
+        return {"unknown" if key is None else str(plain(key)): plain(entry) for key, entry in value.items()}
     if isinstance(value, tuple | list):
         return [plain(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -138,10 +145,11 @@ def _described(text: str) -> str:
     return re.sub(r"\bNone\b", "null", " ".join(text.split()))
 
 
-def main(paths: list[str]) -> None:
-    """Write the schema to each path."""
-    for path in paths:
-        Path(path).write_text(schema_text(), encoding="utf-8")
+def main(folders: list[str]) -> None:
+    """Write the schemas to each folder."""
+    for folder in folders:
+        for name in SCHEMAS:
+            (Path(folder) / name).write_text(schema_text(name), encoding="utf-8")
 
 
 if __name__ == "__main__":

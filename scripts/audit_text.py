@@ -27,6 +27,7 @@ from keptset.scripts.audit_words import (
     visible,
     what_was_read,
 )
+from keptset.trainer_bridge.audit.comparison import Comparison
 from keptset.trainer_bridge.audit.report import AuditFinding, AuditReport, HypothesisTestResult, VersionRow
 
 SEVERITY_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.INFO: "bold cyan"}
@@ -46,6 +47,14 @@ def print_audit(report: AuditReport, console: Console) -> None:
         console.print(Text(title, style="bold"))
         for part in body:
             console.print(part)
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """Two recordings of the same rollouts: whether they part, then where and since when."""
+    verdict = "The recordings part." if comparison.parts else "The recordings are the same."
+    console.print(Text(verdict, style="bold red" if comparison.parts else "bold green"))
+    for line in comparison.lines():
+        console.print(_indented(line, _INDENT + len(line) - len(line.lstrip())))
 
 
 def _sections(report: AuditReport, width: int) -> Iterator[tuple[str, Sequence[RenderableType]]]:
@@ -80,7 +89,7 @@ def _dim(text: str) -> Text:
 
 
 def _indented(text: str | Text, depth: int = _INDENT) -> Padding:
-    return Padding(Text(visible(text)) if isinstance(text, str) else text, (0, 0, 0, depth), expand=False)
+    return Padding(Text(visible(text.strip())) if isinstance(text, str) else text, (0, 0, 0, depth), expand=False)
 
 
 def _finding(finding: AuditFinding) -> RenderableType:

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from keptset.scripts import audit_json
+from keptset.trainer_bridge.audit.comparison import AspectRow, Comparison, Share
 from keptset.trainer_bridge.audit.report import AuditReport
 
 
@@ -28,14 +29,12 @@ def closed(schema: Any) -> Any:
     return {**inner, "additionalProperties": False} if "properties" in inner and "required" in inner else inner
 
 
-def test_the_published_schema_is_what_the_records_say(repository: Path) -> None:
-    text = (repository / "docs" / "audit.schema.json").read_text(encoding="utf-8")
-    assert text == audit_json.schema_text(), "run: python -m keptset.scripts.audit_json docs/audit.schema.json"
-
-
-def test_the_schema_follows_its_own_standard(published: dict[str, Any]) -> None:
-    jsonschema.Draft202012Validator.check_schema(published)
-    assert published["$schema"].endswith("2020-12/schema")
+@pytest.mark.parametrize("name", audit_json.SCHEMAS)
+def test_a_published_schema_is_what_the_records_say_and_follows_its_own_standard(repository: Path, name: str) -> None:
+    text = (repository / "docs" / name).read_text(encoding="utf-8")
+    assert text == audit_json.schema_text(name), "run: python -m keptset.scripts.audit_json docs"
+    jsonschema.Draft202012Validator.check_schema(json.loads(text))
+    assert json.loads(text)["$schema"].endswith("2020-12/schema")
 
 
 def test_a_whole_report_follows_the_schema_and_has_no_field_beyond_it(
@@ -82,6 +81,32 @@ def test_what_is_said_under_a_field_is_its_description(published: dict[str, Any]
     assert "None" not in json.dumps(published)
 
 
-def test_the_schema_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
-    audit_json.main([str(tmp_path / "schema.json")])
-    assert (tmp_path / "schema.json").read_text(encoding="utf-8") == audit_json.schema_text()
+def test_a_version_that_nobody_knows_has_a_name_among_keys(repository: Path) -> None:
+    share = Share(responses=3, parted=1)
+    row = AspectRow(
+        aspect="token_ids",
+        responses=1,
+        places=1,
+        compared=9,
+        first_position=4,
+        median_first_position=4.0,
+        mean_abs=None,
+        p99_abs=None,
+        max_abs=None,
+        since=None,
+        examples=(),
+        by_order=(share,),
+        by_version={None: share, 7: share},
+    )
+    comparison = Comparison(matched=3, only_here=0, only_there=1, repeated=0, tolerance=1e-4, aspects=(row,))
+    told = json.loads(json.dumps(audit_json.to_json(comparison)))
+    assert list(told["aspects"][0]["by_version"]) == ["unknown", "7"]
+    schema = json.loads((repository / "docs" / "audit-against.schema.json").read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator(closed(schema)).validate(told)
+
+
+def test_the_schemas_are_written_to_the_folder_that_is_named(tmp_path: Path) -> None:
+    audit_json.main([str(tmp_path)])
+    assert {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == {
+        name: audit_json.schema_text(name) for name in audit_json.SCHEMAS
+    }

@@ -1,0 +1,297 @@
+"""`keptset audit`: what it reads, says, writes and ends with."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from keptset.schemas.builder import BatchBuilder, Response
+from keptset.schemas.columns import Identity
+from keptset.schemas.rollout_batch import RolloutBatch
+from keptset.schemas.sampling_params import SamplingParams
+from keptset.schemas.storage.spool import SpoolWriter
+from keptset.scripts import audit as audit_command
+from keptset.scripts import main
+from keptset.trainer_bridge.audit.options import Progress
+
+Run = Callable[..., tuple[int, str, str]]
+RESPONSES, TOKENS, MEMBERS, VOCABULARY = 60, 40, 5, 50
+LOG_RATIO = 0.01
+"""Of the trainer's recorded log-probabilities over the sampler's."""
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """`run(*arguments)`: exit code, stdout and stderr of `keptset audit ARGUMENTS`, with a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["keptset", "audit", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exited:
+            main.main()
+        out, err = capsys.readouterr()
+        return int(exited.value.code or 0), out, err
+
+    return call
+
+
+def response(rng: np.random.Generator, number: int) -> Response:
+    """Honest draws from known distributions over five members."""
+    kept = np.sort(np.array([rng.choice(VOCABULARY, MEMBERS, replace=False) for _ in range(TOKENS)]), axis=1)
+    p = rng.dirichlet(np.full(MEMBERS, 2.0), TOKENS)
+    drawn = (rng.random((TOKENS, 1)) > np.cumsum(p, axis=1)).sum(axis=1).clip(max=MEMBERS - 1)
+    at = np.arange(TOKENS)
+    entropy = -(p * np.log(p)).sum(axis=1)
+    return Response(
+        rollout_id=f"r{number}",
+        prompt_id=f"p{number // 4}",
+        group_id=f"p{number // 4}",
+        prompt_token_ids=np.array([1, 2, 3]),
+        token_ids=kept[at, drawn],
+        finish_reason="stop" if number % 3 else "length",
+        behavior_logprobs=np.log(p[at, drawn]),
+        log_kept_mass=np.full(TOKENS, math.log(0.9)),
+        kept_entropy=entropy,
+        kept_logprob_var=(p * np.log(p) ** 2).sum(axis=1) - entropy**2,
+        kept_offsets=np.arange(TOKENS + 1) * MEMBERS,
+        kept_ids=kept.ravel(),
+        kept_logprobs=np.log(p).ravel(),
+        policy_versions=np.full(TOKENS, number // 30),
+        params=SamplingParams(top_k=MEMBERS, seed=1000 + number),
+        extra={"x_l": (np.log(p[at, drawn]) + LOG_RATIO).tolist()},
+    )
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[RolloutBatch]:
+    rng = np.random.default_rng(5)
+    made = []
+    for first in range(0, RESPONSES, 20):
+        builder = BatchBuilder(Identity(vocab_size=VOCABULARY, engine="test", model_id="tiny"))
+        for number in range(first, first + 20):
+            builder.add(response(rng, number))
+        made.append(builder.build())
+    return made
+
+
+def spool_of(folder: Path, batches: list[RolloutBatch]) -> Path:
+    with SpoolWriter(folder) as writer:
+        for batch in batches:
+            writer.append(batch)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def spool(batches: list[RolloutBatch], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return spool_of(tmp_path_factory.mktemp("clean"), batches)
+
+
+def changed(batch: RolloutBatch, column: str, change: Callable[[list[Any]], list[Any]]) -> RolloutBatch:
+    at = batch.arrow.schema.get_field_index(column)
+    field = batch.arrow.schema.field(at)
+    values = pa.array(change(batch.arrow.column(at).to_pylist()), field.type)
+    return RolloutBatch.from_arrow(batch.arrow.set_column(at, field, values))
+
+
+@pytest.fixture(scope="module")
+def faulty(batches: list[RolloutBatch], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two responses with a positive log-probability, and one response that came twice."""
+    bad = changed(batches[0], "behavior_logprobs", lambda rows: [[0.5, *row[1:]] for row in rows[:2]] + rows[2:])
+    return spool_of(tmp_path_factory.mktemp("faulty"), [bad, *batches[1:], batches[2].slice(4, 1)])
+
+
+def told(out: str) -> dict[str, Any]:
+    return json.loads(out)
+
+
+def test_honest_rollouts_end_with_0_and_what_was_not_tested_is_told(run: Run, spool: Path) -> None:
+    code, out, err = run(spool)
+    assert (code, err) == (0, "")
+    verdict, read = out.splitlines()[:2]
+    assert "60 responses" in verdict
+    assert read == "60 responses, 2,400 tokens (2,400 sampled), 12,000 kept ids in 1 file."
+    assert "Not tested" in out and "T 1, top_k 5" in out and "0.90000" in out
+    assert re.search(r"^surprisal .* holds$", out, re.M) and re.search(r"^draws .* holds$", out, re.M)
+
+
+def test_the_json_of_a_real_audit_follows_the_published_schema(run: Run, spool: Path, repository: Path) -> None:
+    code, out, _ = run(spool, "--json", "--trainer-logprobs", "x_l")
+    schema = json.loads((repository / "docs" / "audit.schema.json").read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator(schema).validate(told(out))
+    assert code == 1 and told(out)["totals"]["sampled_tokens"] == RESPONSES * TOKENS
+
+
+def test_a_finding_ends_it_with_1_and_stands_once_with_examples(run: Run, faulty: Path) -> None:
+    code, out, _ = run(faulty)
+    assert code == 1
+    assert out.count("error     logprob") == 1 and "r0 token 0" in out and "r1 token 0" in out
+    assert "to do" in out and "warning   duplicate" in out
+
+
+def test_warnings_end_it_with_1_only_if_asked(run: Run, batches: list[RolloutBatch], tmp_path: Path) -> None:
+    twice = spool_of(tmp_path / "twice", [*batches, batches[0].slice(0, 1)])
+    code, out, _ = run(twice)
+    assert code == 0 and "warning   duplicate" in out
+    assert run(twice, "--fail-on", "warning")[0] == 1
+
+
+def test_scores_of_a_column_give_ratios(run: Run, spool: Path) -> None:
+    code, out, _ = run(spool, "--trainer-logprobs", "x_l", "--json")
+    (row,) = told(out)["settings"]
+    assert code == 1 and told(out)["findings"][0]["kind"] == "unit_mean"
+    assert row["kept_ratio"]["mean"] == pytest.approx(math.exp(LOG_RATIO), abs=1e-6)
+    assert sum(told(out)["kept_log_ratios"]["counts"]) == RESPONSES * TOKENS
+
+
+def test_what_was_chosen_by_reward_is_shown_and_not_judged(run: Run, spool: Path) -> None:
+    _, out, _ = run(spool, "--filtered", "--json")
+    informational = {test["name"]: test["informational"] for test in told(out)["tests"]}
+    assert informational == {"surprisal": True, "draws": True}
+    assert "not judged" in run(spool, "--filtered")[1]
+
+
+def test_old_weights_are_a_finding_beyond_the_bound(run: Run, batches: list[RolloutBatch], tmp_path: Path) -> None:
+    old = changed(batches[2], "policy_versions", lambda rows: [[9] * TOKENS, *([0] * TOKENS for _ in rows[1:])])
+    folder = spool_of(tmp_path / "old", [old])
+    assert "staleness" not in [f["kind"] for f in told(run(folder, "--json")[1])["findings"]]
+    findings = told(run(folder, "--json", "--max-version-lag", 2)[1])["findings"]
+    assert "staleness" in [finding["kind"] for finding in findings]
+
+
+def test_page_and_json_are_written_beside_the_text(run: Run, faulty: Path, tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    page, file = tmp_path / "out" / "audit.html", tmp_path / "out" / "audit.json"
+    code, out, err = run(faulty, "--html", page, "--json-file", file)
+    assert code == 1 and "Findings" in out and err == f"report: {page}\n"
+    verdict = told(file.read_text(encoding="utf-8"))["verdict"]
+    assert " ".join(out.split()).startswith(verdict)
+    assert "<code>logprob</code>" in page.read_text(encoding="utf-8")
+
+
+def test_text_comes_from_the_tokenizer_that_is_named(run: Run, spool: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    vocabulary = {f" w{i}": i for i in range(VOCABULARY)}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": " w0"}
+    rules = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "added_tokens": [], **rules, "model": model})
+    )
+    _, out, err = run(spool, "--json", "--tokenizer", tmp_path)
+    (shown, *_) = told(out)["worst"]
+    assert err == "" and shown["prompt_text"].split() == ["w1", "w2", "w3"]
+    assert all(token["text"] == f" w{token['token_id']}" for token in shown["tokens"])
+    assert shown["tokens"][0]["kept"][0][1] == f" w{shown['tokens'][0]['kept'][0][0]}"
+
+
+def test_a_damaged_file_among_others_ends_it_with_3_unless_there_are_findings(
+    run: Run, batches: list[RolloutBatch], faulty: Path, tmp_path: Path
+) -> None:
+    good, bad = spool_of(tmp_path / "good", batches[:1]), spool_of(tmp_path / "bad", batches[1:])
+    (file,) = bad.glob("*.arrow")
+    with file.open("r+b") as stream:
+        stream.seek(400)
+        stream.write(b"\xee\xee\xee\xee")
+    code, out, _ = run(good, bad)
+    assert code == 3 and "Files not read to their end (1)" in out and file.name in out
+    assert run(faulty, bad)[0] == 1
+    code, _, err = run(bad)
+    assert code == 3 and "is damaged" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["nowhere"], 3, "nowhere is not there"),
+        ([], 2, ""),
+        (["nowhere", "--model", "/", "--trainer-logprobs", "x_l"], 2, "--model or --trainer-logprobs, not both"),
+        (["nowhere", "--model", "3"], 2, "is no folder"),
+        (["nowhere", "--html", "/"], 2, "--html / is a folder"),
+        (["nowhere", "--json-file", "/"], 2, "--json-file / is a folder"),
+        (["nowhere", "--fail-on", "info"], 2, ""),
+        (["nowhere", "--sample", "0"], 2, ""),
+    ],
+)
+def test_wrong_use_and_missing_input_are_told(run: Run, arguments: list[str], code: int, said: str) -> None:
+    ended, _, err = run(*arguments)
+    assert ended == code and said in err
+
+
+def test_a_page_that_could_not_be_drawn_is_told_before_the_audit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_command, "find_spec", lambda name: None)
+    code, _, err = run("nowhere", "--html", "a.html")
+    assert code == 2 and "keptset[report]" in err
+
+
+def test_an_interrupted_audit_goes_on_where_it_was(
+    run: Run, batches: list[RolloutBatch], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spools = [spool_of(tmp_path / f"writer-{number}", [batch]) for number, batch in enumerate(batches)]
+    _, whole, _ = run(*spools, "--json", "--no-resume")
+    seen: list[int] = []
+
+    @contextmanager
+    def progress(*, stop_at: int) -> Iterator[Callable[[Progress], None]]:
+        def tell(now: Progress) -> None:
+            seen.append(now.units_done)
+            if now.units_done == stop_at:
+                raise KeyboardInterrupt
+
+        yield tell
+
+    monkeypatch.setattr(audit_command, "_progress", lambda: progress(stop_at=2))
+    code, out, err = run(*spools, "--json")
+    assert (code, out) == (130, "") and "the same command goes on from there" in err and seen == [0, 1, 2]
+    seen.clear()
+    monkeypatch.setattr(audit_command, "_progress", lambda: progress(stop_at=-1))
+    code, out, _ = run(*spools, "--json")
+    assert code == 0 and seen == [2, 3] and told(out) == told(whole)
+    assert not list((tmp_path / "cache" / "keptset" / "audits").iterdir())
+
+
+def test_two_recordings_that_part_end_it_with_1(
+    run: Run, spool: Path, batches: list[RolloutBatch], tmp_path: Path
+) -> None:
+    assert run(spool, "--against", spool)[:2] == (
+        0,
+        "The recordings are the same.\n  60 responses in both recordings; 0 only here, 0 only there\n"
+        "  the same in both: tokens, what was sampled, support, kept sets, b, m, versions\n",
+    )
+    later = changed(batches[2], "behavior_logprobs", lambda rows: [[b - 0.5 for b in row] for row in rows])
+    other = spool_of(tmp_path / "other", [*batches[:2], later])
+    code, out, _ = run(spool, "--against", other)
+    assert code == 1 and out.startswith("The recordings part.") and "b part in 20 responses" in out
+    assert "since r40 (row 40, position 0, version 1)" in " ".join(out.split())
+    code, out, _ = run(spool, "--against", other, "--json")
+    assert code == 1 and told(out)["matched"] == RESPONSES
+    assert run(spool, "--against", other, "--trainer-logprobs", "x_l")[0] == 2
+    assert run(spool, "--against", tmp_path / "nowhere")[0] == 3
+
+
+def test_the_severity_that_was_asked_for_decides(audit_report: Any) -> None:
+    from keptset.schemas.findings import Severity
+
+    sound = replace(audit_report, totals=replace(audit_report.totals, damaged_files=()))
+    codes = {
+        (found, asked): audit_command.exit_code(replace(sound, severity=found), asked)
+        for found in (*Severity, None)
+        for asked in (Severity.WARNING, Severity.ERROR)
+    }
+    assert {pair for pair, code in codes.items() if code} == {
+        (Severity.ERROR, Severity.ERROR),
+        (Severity.ERROR, Severity.WARNING),
+        (Severity.WARNING, Severity.WARNING),
+    }
+    nothing = replace(sound, severity=None, totals=replace(sound.totals, responses=0))
+    assert audit_command.exit_code(nothing, Severity.ERROR) == 3
