@@ -73,6 +73,8 @@ class Fit:
     """MISMATCH_TOKENS of its tokens or more are affected."""
     errors: frozenset[FindingKind]
     """Structural kinds that its response shows as well."""
+    few: bool = False
+    """Too few tokens to decide anything: it only joins what others decide."""
 
 
 @dataclass
@@ -118,7 +120,7 @@ class FitCounts:
     @property
     def responses(self) -> int:
         """That were compared."""
-        return self.clean + sum(responses for responses, _ in self.fits.values())
+        return self.clean + sum(responses for fit, (responses, _) in self.fits.items() if not fit.few)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,15 +139,18 @@ class Decision:
 def decide(counts: FitCounts) -> Decision:
     """The decision over all responses."""
     bins: dict[int, int] = {CLEAN: counts.clean}
-    for fit, (responses, _) in counts.fits.items():
+    enough = [fit for fit in counts.fits if not fit.few]
+    for fit in enough:
+        responses, _ = counts.fits[fit]
         bins[fit.bin] = bins.get(fit.bin, 0) + responses
     median_bin = _median(bins)
     far = 0 if median_bin == CLEAN else bin_of(residual_of(median_bin) * FAR)
-    alike = [fit for fit in counts.fits if median_bin != CLEAN and fit.bin <= far]
-    apart = [fit for fit in counts.fits if median_bin == CLEAN or fit.bin > far]
+    alike = [fit for fit in enough if median_bin != CLEAN and fit.bin <= far]
+    apart = [fit for fit in enough if median_bin == CLEAN or fit.bin > far]
     named: dict[FindingKind, Tally] = {}
     alike = _name_alike(alike, counts, named)
     rest = _name_apart(apart, counts, named)
+    _join([fit for fit in counts.fits if fit.few], counts, named)
     further = max(MISMATCH_FLOOR, MISMATCH_FAR * residual_of(median_bin))
     unexplained = Tally()
     for fit in rest:
@@ -187,6 +192,11 @@ def _name_apart(fits: list[Fit], counts: FitCounts, named: dict[FindingKind, Tal
         for fit in hit:
             named.setdefault(kind, Tally()).add(fit, *counts.fits[fit])
         fits = [fit for fit in fits if fit not in set(hit)]
+    return _join(fits, counts, named)
+
+
+def _join(fits: list[Fit], counts: FitCounts, named: dict[FindingKind, Tally]) -> list[Fit]:
+    """What fits at all joins a fault that is named; returns what is left."""
     left = []
     for fit in fits:
         joined = [kind for kind in kinds_of(fit.at_all) if kind in named]

@@ -7,6 +7,9 @@ explanation if enough of its compared tokens are off by more than float32 paths 
 its residual, and what an explanation has to beat. Penalties, for one, change only tokens whose sets hold seen ids: the
 median over all tokens would not see them.
 
+With fewer such tokens a response decides nothing. If one of them contradicts the record itself (outside its set, or b
+not 0 over one id) an explanation is tried all the same, so that it may join a fault that is named elsewhere.
+
 Legend: T sampled tokens of a batch, B responses, A affected tokens of one response.
 """
 
@@ -45,6 +48,8 @@ class Affected:
     """Its affected tokens, as indices into `tokens`."""
     residual: float
     """Median r over them, with OUTSIDE for an infinite one."""
+    few: bool
+    """So few that it decides nothing."""
 
 
 def residuals(tokens: SampledTokens, expected_T: Floats) -> tuple[Floats, Bools]:
@@ -59,9 +64,12 @@ def affected_responses(tokens: SampledTokens, residual_T: Floats, compared_T: Bo
     """Those that ask for an explanation, in the order of the batch."""
     num_rows = tokens.batch.num_responses
     off_T = compared_T & (residual_T > TOKEN_FLOOR)
-    number_B = np.bincount(tokens.row_T[off_T], minlength=num_rows)
-    compared_B = np.bincount(tokens.row_T[compared_T], minlength=num_rows)
-    rows = np.flatnonzero((number_B >= MIN_AFFECTED) & (number_B >= MIN_SHARE * compared_B))
+    number_B, compared_B, contradicts_B = (
+        np.bincount(tokens.row_T[of_T], minlength=num_rows)
+        for of_T in (off_T, compared_T, off_T & (np.isinf(residual_T) | (tokens.kept_sizes_T == 1)))
+    )
+    enough_B = (number_B >= MIN_AFFECTED) & (number_B >= MIN_SHARE * compared_B)
+    rows = np.flatnonzero(enough_B | (contradicts_B > 0))
     bounds = np.searchsorted(tokens.row_T, [rows, rows + 1])
     found = []
     for row, begin, end in zip(rows.tolist(), *bounds.tolist(), strict=True):
@@ -73,6 +81,7 @@ def affected_responses(tokens: SampledTokens, residual_T: Floats, compared_T: Bo
                 tokens=np.arange(begin, end),
                 at_A=at,
                 residual=float(np.median(np.where(np.isinf(off), OUTSIDE, off))),
+                few=not enough_B[row],
             )
         )
     return found
@@ -80,14 +89,14 @@ def affected_responses(tokens: SampledTokens, residual_T: Floats, compared_T: Bo
 
 def misfit(affected: Affected, b_T: Floats, explained_T: Floats) -> float:
     """Median |b - explained b| over the affected tokens to which the explanation applies; NaN where it applies to
-    fewer than `MIN_AFFECTED`, or to less than half of them.
+    fewer than `MIN_AFFECTED` of more, or to less than half of them.
 
     An explanation must not disturb what fitted before, either: where it lies off by more over all tokens than over the
     affected ones, that counts.
     """
     off_T = np.abs(b_T[affected.tokens] - explained_T)
     applies_A = ~np.isnan(off_T[affected.at_A])
-    if applies_A.sum() < max(MIN_AFFECTED, len(applies_A) / 2):
+    if applies_A.sum() < max(min(MIN_AFFECTED, len(applies_A)), len(applies_A) / 2):
         return float("nan")
     everywhere = off_T[~np.isnan(off_T)]
     return float(max(np.median(off_T[affected.at_A][applies_A]), np.median(everywhere)))

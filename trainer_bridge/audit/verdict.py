@@ -82,9 +82,15 @@ def _cause(seen: Evidence, by_kind: dict[FindingKind, Evidence]) -> FindingKind 
     alone = sum(count for others, count in seen.together.items() if not others & set(causes))
     if told and not alone:
         return max(told, key=lambda kind: sum(n for others, n in seen.together.items() if kind in others))
-    # A cause that a model found has no list of responses to compare with: it explains as many as it has.
-    wide = [kind for kind in causes if not by_kind[kind].together and by_kind[kind].responses >= seen.responses]
+    wide = [kind for kind in causes if _covers(by_kind[kind], seen)]
     return wide[0] if wide else None
+
+
+def _covers(cause: Evidence, seen: Evidence) -> bool:
+    """Whether a cause that a model found is there wherever this is. Where it does not say in which of its responses
+    this shows, it explains as many as it has."""
+    shown = sum(count for others, count in cause.together.items() if seen.kind in others)
+    return (shown or cause.responses) >= seen.responses
 
 
 def _root(kind: FindingKind, cause_of: dict[FindingKind, FindingKind]) -> FindingKind:

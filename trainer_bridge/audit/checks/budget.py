@@ -24,6 +24,7 @@ class BudgetTable(Check):
 
     def __init__(self, options: AuditOptions) -> None:
         self.three, self.two = Budget(), Budget()
+        self.told = True
 
     def add(self, batch: AuditedBatch) -> None:
         ratios, scores = log_ratios(batch), batch.scores
@@ -32,7 +33,8 @@ class BudgetTable(Check):
         counted = np.flatnonzero(~np.isnan(ratios.full_T) & ~np.isnan(ratios.kept_T))
         b_T = batch.tokens.behavior_logprobs_T.astype(np.float64)
         self.two.add(full_now_T=scores.full_T[counted], kept_now_T=scores.kept_T[counted], behavior_T=b_T[counted])
-        if scores.expected_T is not None and scores.versions_told:
+        self.told &= scores.versions_told
+        if scores.expected_T is not None:
             known = counted[np.isfinite(scores.expected_T[counted])]
             self.three.add(
                 full_now_T=scores.full_T[known],
@@ -44,6 +46,7 @@ class BudgetTable(Check):
     def merge(self, other: BudgetTable) -> None:
         self.two.merge(other.two)
         self.three.merge(other.three)
+        self.told &= other.told
 
     def outcome(self) -> Outcome:
         return Outcome()
@@ -51,5 +54,5 @@ class BudgetTable(Check):
     def contribute(self, report: AuditReport) -> AuditReport:
         if not self.two.count:
             return report
-        whole = self.three if self.three.count == self.two.count else self.two
-        return replace(report, budget=whole.report())
+        all_known = self.three.count == self.two.count and (self.told or len(report.versions) == 1)
+        return replace(report, budget=(self.three if all_known else self.two).report())

@@ -83,7 +83,8 @@ class Explanations(Check):
         residual_T, compared_T = residuals(tokens, expected_T)
         affected = affected_responses(tokens, residual_T, compared_T)
         compared_B = np.bincount(tokens.row_T[compared_T], minlength=len(batch.counted))
-        self.counts.clean += int((compared_B >= MIN_AFFECTED).sum()) - len(affected)
+        enough = [one for one in affected if not one.few]
+        self.counts.clean += int((compared_B >= MIN_AFFECTED).sum()) - len(enough)
         rows = np.flatnonzero(batch.counted_B)
         errors = {kind: set(batch.rows_by_kind.get(kind, np.zeros(0, np.int64)).tolist()) for kind in _ERRORS}
         ratio_T = expected_T - tokens.behavior_logprobs_T
@@ -92,7 +93,7 @@ class Explanations(Check):
             fit, best = _fit(one, tokens, scores, frozenset(kind for kind in _ERRORS if row in errors[kind]))
             self.counts.add(fit, len(one.at_A))
             ratios = ratio_T[one.tokens]
-            if tokens.logprob_domain_B[one.row] == LogprobDomain.KEPT.value:
+            if not one.few and tokens.logprob_domain_B[one.row] == LogprobDomain.KEPT.value:
                 self.mean_ratios.setdefault(fit.bin, MeanRatio()).add(ratios[np.isfinite(ratios)])
             self._show(batch, row, one, fit, best, expected_T)
 
@@ -124,7 +125,7 @@ class Explanations(Check):
         told = f"b {b:.4f}, expected {expected_T[token]:.4f}"
         for kind in kinds_of(fit.at_all):
             value_T, hint = best[kind]
-            if kind in _HINTED:
+            if kind in _HINTED and not fit.few:
                 self.hints[kind, hint] += 1
             form = {FindingKind.MASK_SHIFTED: f" ({hint:+d})", FindingKind.WRONG_VERSION: f" ({hint})"}.get(kind, "")
             detail = f"{told}; {value_T[at]:.4f} under {kind.value}{form}"
@@ -261,5 +262,5 @@ def _fit(
 
     number = bin_of(one.residual)
     assert number != CLEAN
-    fit = Fit(number, mask(1 / STRONG), mask(1 / 2), len(one.at_A) >= MISMATCH_TOKENS, errors)
+    fit = Fit(number, mask(1 / STRONG), mask(1 / 2), len(one.at_A) >= MISMATCH_TOKENS, errors, one.few)
     return fit, best

@@ -3,9 +3,9 @@
     drift = mean(exp(l_full - l) - exp(m))        over tokens with a listed set of which both are known
 
 Tokens drawn by the same weights and those of other versions are looked at apart. With the same weights the two are
-equal up to what paths differ by; with others mass leaves the sets, or comes, and no gradient over the sets sees it. A
-warning is given where the mean differs by DRIFT or more, and by so many standard errors that it is no accident. Cannot
-see mass that moves within the sets.
+equal up to what paths differ by; with others mass leaves the sets, or comes, and no gradient over the sets sees it.
+Each is a test, z = sum / sqrt(sum of squares), and a warning where it is rejected and the mean differs by DRIFT or
+more. Cannot see mass that moves within the sets.
 
 Legend: T sampled tokens.
 """
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from keptset.schemas.findings import Example, FindingKind, Severity
 from keptset.trainer_bridge.audit.advice import ADVICE
 from keptset.trainer_bridge.audit.audited_batch import AuditedBatch
-from keptset.trainer_bridge.audit.check import Check, Evidence, NotTested, Outcome
+from keptset.trainer_bridge.audit.check import Check, Evidence, HypothesisTest, NotTested, Outcome
 from keptset.trainer_bridge.audit.exact_sum import ExactSum
 from keptset.trainer_bridge.audit.examples import FirstExamples, order_of
 from keptset.trainer_bridge.audit.options import AuditOptions
@@ -29,7 +29,6 @@ from keptset.trainer_bridge.sampled_tokens import UNKNOWN_VERSION
 
 DRIFT = 0.02
 """Of the mean kept mass."""
-STANDARD_ERRORS = 6.0
 SHOWN = 0.1
 """Difference of a token's kept mass from which it serves as an example."""
 
@@ -54,12 +53,19 @@ class _Group:
         self.responses += other.responses
         self.examples.merge(other.examples)
 
-    @property
-    def drifts(self) -> bool:
-        mean = self.moved.mean
-        if mean is None:
-            return False
-        return abs(mean) >= DRIFT and abs(self.moved.total) >= STANDARD_ERRORS * math.sqrt(self.squares.total)
+    def test(self, name: str) -> HypothesisTest:
+        """Whether the mean difference is 0."""
+        squares = self.squares.total
+        z = self.moved.total / math.sqrt(squares) if squares else 0.0
+        return HypothesisTest(
+            name=name,
+            statistic=z,
+            p_value=math.erfc(abs(z) / math.sqrt(2)),
+            effect=abs(self.moved.mean or 0.0),
+            effect_name="|difference of the mean kept mass|",
+            effect_bound=DRIFT,
+            count=self.moved.count,
+        )
 
 
 class SupportDrift(Check):
@@ -105,32 +111,29 @@ class SupportDrift(Check):
                 "not recorded"
             )
             return Outcome(not_tested=(NotTested(check=self.name, reason=reason),))
-        drifting = [(group, whose) for group, whose in self._groups() if group.drifts]
-        if not drifting:
-            return Outcome()
         most = max(self.versions, key=lambda version: abs(self.versions[version].moved.mean or 0.0))
-        worst = self.versions[most]
-        name = "of unknown version" if most == UNKNOWN_VERSION else f"of version {most}"
-        told = "; ".join(
-            f"{_mass(group)} over {group.moved.count:,} tokens drawn by {whose}" for group, whose in drifting
-        )
-        examples = FirstExamples()
-        for group, _ in drifting:
-            examples.merge(group.examples)
-        return Outcome(
-            evidence=(
+        named = "of unknown version" if most == UNKNOWN_VERSION else f"of version {most}"
+        told = f"most for tokens {named}, {_mass(self.versions[most])}"
+        evidence, tests = [], []
+        for group, whose in self._groups():
+            if not group.moved.count:
+                continue
+            test = group.test(f"{self.name}, {whose}")
+            tests.append(test)
+            evidence.append(
                 Evidence(
                     kind=FindingKind.SUPPORT_DRIFT,
                     severity=Severity.WARNING,
-                    count=sum(group.moved.count for group, _ in drifting),
-                    responses=sum(group.responses for group, _ in drifting),
-                    summary=f"the trainer's mass on the kept sets differs from the recorded one: {told}; most for "
-                    f"tokens {name}, {_mass(worst)}",
+                    count=group.moved.count,
+                    responses=group.responses,
+                    summary=f"the trainer's mass on the kept sets differs from the recorded one: {_mass(group)} over "
+                    f"{group.moved.count:,} tokens drawn by {whose}; {told}",
                     advice=ADVICE[FindingKind.SUPPORT_DRIFT].act,
-                    examples=examples.examples,
-                ),
+                    examples=group.examples.examples,
+                    test=test.name,
+                )
             )
-        )
+        return Outcome(evidence=tuple(evidence), tests=tuple(tests))
 
     def _groups(self) -> tuple[tuple[_Group, str], ...]:
         return (self.same, "the same weights"), (self.others, "other weights")

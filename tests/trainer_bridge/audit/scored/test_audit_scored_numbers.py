@@ -188,6 +188,10 @@ def test_the_budget_is_exact_and_has_three_terms_with_the_weights_of_all_tokens(
     check = BudgetTable(AuditOptions())
     check.add(audited(scored, clean, {3: new}))
     assert set(check.contribute(_Report()).budget) == {"truncation", "staleness_and_path", "total"}
+    check = BudgetTable(AuditOptions())
+    check.add(audited(scored, clean, {None: clean.model}))
+    assert "path" in check.contribute(_Report(versions=(0,))).budget
+    assert "path" not in check.contribute(_Report()).budget
 
 
 @dataclass(frozen=True)
@@ -195,6 +199,7 @@ class _Report:
     """The part of a report that the budget fills in."""
 
     budget: Any = None
+    versions: tuple[int, ...] = (0, 1)
 
 
 def test_the_mean_ratio_is_one_for_any_weights_and_not_for_another_normalisation(scored: Any) -> None:
@@ -232,11 +237,13 @@ def test_a_mean_that_a_few_tokens_carry_is_not_tested(scored: Any, clean: Any) -
 def test_mass_that_leaves_the_sets_is_told_with_its_versions_and_equal_weights_are_not(scored: Any, clean: Any) -> None:
     check = SupportDrift(AuditOptions())
     check.add(audited(scored, clean))
-    assert check.outcome().evidence == ()
+    (test,) = check.outcome().tests
+    assert test.effect < 1e-6 and test.name == "support drift, the same weights"
     new = clean.model.moved(17, 1.0)
     check = SupportDrift(AuditOptions())
     check.add(audited(scored, clean, {0: clean.model, 4: new}))
-    (found,) = check.outcome().evidence
+    (found,), (test,) = check.outcome().evidence, check.outcome().tests
+    assert test.p_value < 1e-6 and test.effect > test.effect_bound and found.test == test.name
     of_new = replace(clean, model=new)
 
     def mass(row: int, at: int) -> float:

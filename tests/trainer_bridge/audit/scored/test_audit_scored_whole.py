@@ -1,0 +1,95 @@
+"""Scored checks through the whole audit: one root cause is one finding at warning or above, wherever it is planted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keptset.schemas.findings import FindingKind, Severity
+from keptset.schemas.storage.spool import SpoolWriter
+from keptset.trainer_bridge.audit import AuditOptions, AuditReport, audit
+from keptset.trainer_bridge.audit.explanations import EXPLANATIONS
+from keptset.trainer_bridge.audit.options import BatchScorer
+from keptset.trainer_bridge.audit.recorded_logprobs import RecordedScorer
+from keptset.trainer_bridge.audit.token_scores import ModelScorer
+
+ROWS = 32
+TWO = {FindingKind.PROCESSORS_MISSING: [1, 5]}
+
+
+def report_of(folder: Path, world: Any, scorer: Callable[[], BatchScorer]) -> AuditReport:
+    batch = world.batch()
+    with SpoolWriter(folder) as writer:
+        for begin in range(0, len(batch), 16):
+            writer.append(batch.slice(begin, 16))
+    return audit([folder], AuditOptions(workers=1, scorer=scorer))
+
+
+def loud(report: AuditReport) -> list[FindingKind]:
+    return [finding.kind for finding in report.findings if finding.severity is not Severity.INFO]
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """Makes the scorer, as `options.scorer` asks for it."""
+
+    scored: Any
+    models: Any
+
+    def __call__(self) -> ModelScorer:
+        return ModelScorer(scorer=self.scored.TableScorer(self.models))
+
+    def __reduce__(self) -> Any:
+        return (str, (f"tables of {len(self.models)} versions",))
+
+
+@pytest.fixture(scope="module")
+def world(scored: Any) -> Any:
+    return scored.draw(21, ROWS)
+
+
+def test_honest_rollouts_are_left_alone_and_every_table_is_filled(scored: Any, world: Any, tmp_path: Path) -> None:
+    report = report_of(tmp_path / "spool", world, Opened(scored, {0: world.model}))
+    assert report.findings == ()
+    assert {test.name: test.rejected for test in report.tests}["unit mean"] is False
+    assert all(row.kept_ratio.mean == pytest.approx(1, abs=1e-5) for row in report.settings)
+    assert all(row.full_ratio.mean == pytest.approx(row.kept_mass_mean, abs=1e-5) for row in report.settings)
+    assert report.versions[0].mean_abs_log_ratio < 1e-5
+    assert report.budget["truncation"].mean < 0 and abs(report.budget["path"].mean) < 1e-5
+    assert sum(report.kept_log_ratios.counts) == sum(map(sum, report.positions.counts)) == ROWS * 24
+    assert {entry.check for entry in report.not_tested}.isdisjoint(
+        {"explanations", "unit mean", "support drift", "scores"}
+    )
+
+
+@pytest.mark.parametrize("share", ["two of 32", "all"])
+@pytest.mark.parametrize("kind", EXPLANATIONS, ids=lambda kind: kind.value)
+def test_one_fault_is_one_loud_finding(scored: Any, world: Any, tmp_path: Path, kind: FindingKind, share: str) -> None:
+    rows = TWO.get(kind, [3, 7]) if share == "two of 32" else range(ROWS)
+    models = {0: world.model}
+    if kind is FindingKind.WRONG_VERSION:
+        models[1] = world.model.moved(17, 0.3)
+    report = report_of(tmp_path / "spool", scored.plant(world, kind, rows), Opened(scored, models))
+    assert loud(report) == [kind], [(f.kind, f.summary, f.symptoms) for f in report.findings]
+
+
+def test_recorded_scores_need_no_model(scored: Any, world: Any, tmp_path: Path) -> None:
+    responses = [
+        replace(r, extra={"x_l": (r.behavior_logprobs + 1e-6).tolist(), "x_l_version": 0}) for r in world.responses
+    ]
+    report = report_of(tmp_path / "spool", replace(world, responses=responses), partial(RecordedScorer, column="x_l"))
+    assert report.findings == () and report.budget is None
+    assert all(row.kept_ratio.mean == pytest.approx(1, abs=1e-5) and row.full_ratio is None for row in report.settings)
+    assert "support drift" in {entry.check for entry in report.not_tested}
+
+
+def test_a_trainer_that_scores_the_whole_vocabulary_fails_the_unit_mean(scored: Any, tmp_path: Path) -> None:
+    world = scored.draw(22, 160, scored.settings[:1])
+    responses = [replace(r, extra={"x_l": (r.behavior_logprobs + r.log_kept_mass).tolist()}) for r in world.responses]
+    report = report_of(tmp_path / "spool", replace(world, responses=responses), partial(RecordedScorer, column="x_l"))
+    assert loud(report) == [FindingKind.UNIT_MEAN]
