@@ -36,7 +36,8 @@ from keptset.trainer_bridge.scoring.run import Job, run_in_chunks
 MAX_ELEMENTS = 1 << 24
 """Logits that exist at once: 64 MiB of float32."""
 FLOOR_SHARE = 1 / 32
-"""Of the responses, on which floors are measured: chosen by their ids, so that it does not matter how work is split."""
+"""Of the responses, on which floors are measured, and at least one of each batch: chosen by their ids, so that it does
+not matter who scores them."""
 FLOOR_POSITIONS = 512
 """Positions in a pass of the batch floor; the scores themselves use another number, and the rows another order."""
 
@@ -114,9 +115,10 @@ class ModelScorer:
         return expected_T
 
     def _floors(self, batch: RolloutBatch) -> FloorSums | None:
-        chosen_B = np.array([_hashed(rollout_id) < FLOOR_SHARE for rollout_id in batch.rollout_ids], bool)
-        if not chosen_B.any():
+        if not len(batch):
             return None
+        place_B = np.array([_hashed(rollout_id) for rollout_id in batch.rollout_ids])
+        chosen_B = place_B <= max(FLOOR_SHARE, float(place_B.min()))
         floors = FloorSums()
         now = self.scorer.versions[-1]
         for part in in_passes(batch.filter(chosen_B), self.positions_per_pass):
