@@ -21,7 +21,7 @@ from keptset.schemas.ragged import offsets_of
 
 
 class KeptSetsBuilder:
-    """Takes the rows of a batch in order, each by one call of `fail`, `add`, `add_point`, `add_full` or `add_moments`.
+    """Takes the rows of a batch in order, each by one call of `fail`, `add`, `add_point` or `add_moments`.
 
     `logits_BV` is what full rows will refer to.
     """
@@ -71,19 +71,10 @@ class KeptSetsBuilder:
         self._logprobs.append(np.zeros(1))
         self._put(1, 0.0, 0.0, 0.0)
 
-    def add_full(self, top: float, temperature: float, scaled_V: Float64, weight_V: Float64) -> None:
-        """A row that keeps the whole vocabulary."""
-        block_mass_C = block_sums(weight_V)
-        total = float(block_mass_C.sum())
-        moment_V = weight_V * scaled_V
-        mean = float(moment_V.sum()) / total
-        moment_V *= scaled_V
-        self.add_moments(top, temperature, block_mass_C, mean, float(moment_V.sum()) / total)
-
     def add_moments(
         self, top: float, temperature: float, block_mass_C: Float64, mean: float, mean_square: float
     ) -> None:
-        """A row that keeps the whole vocabulary, from the means of s and of its square under its distribution."""
+        """A row that keeps the whole vocabulary, from its `full_moments`."""
         self._full.append((self.row, top, temperature))
         self._block_mass.append(block_mass_C)
         self._put(0, 0.0, float(np.log(block_mass_C.sum())) - mean, max(0.0, mean_square - mean**2))
@@ -117,6 +108,16 @@ class KeptSetsBuilder:
     def _put(self, size: int, log_kept_mass: float, entropy: float, logprob_var: float) -> None:
         self._sizes.append(size)
         self._numbers.append((log_kept_mass, entropy, logprob_var))
+
+
+def full_moments(scaled_V: Float64, weight_V: Float64) -> tuple[Float64, float, float]:
+    """Sums of w over blocks of ids [C], and the means of s and of its square over the whole vocabulary."""
+    block_mass_C = block_sums(weight_V)
+    total = float(block_mass_C.sum())
+    moment_V = weight_V * scaled_V
+    mean = float(moment_V.sum()) / total
+    moment_V *= scaled_V
+    return block_mass_C, mean, float(moment_V.sum()) / total
 
 
 def block_sums(weight_V: Float64) -> Float64:

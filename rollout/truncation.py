@@ -4,23 +4,31 @@
 
 T = 0 is greedy: K is the lowest id among the largest logits. All sums are float64, with one exponential and one sum
 over the vocabulary per row. On wide rows this costs about twice what float32 would, and leaves no rounding to argue
-about where a filter's bound is near; everything else is done on the few ids near the top.
+about where a filter's bound is near; everything else is done on the few ids near the top. On the host the rows of a
+batch are shared among as many threads as matrix products take.
 
 Legend: B rows, V vocabulary, K kept ids of one row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from keptset.rollout.cpu_threads import host_threads
 from keptset.rollout.filters import FILTER_ORDER, Float64, Floats, keep
 from keptset.rollout.kept_sets import LOWEST_SCALED, KeptSets
-from keptset.rollout.kept_sets_builder import KeptSetsBuilder
+from keptset.rollout.kept_sets_builder import KeptSetsBuilder, full_moments
 from keptset.schemas.errors import InvalidInput
 from keptset.schemas.sampling_params import SamplingParams
+
+AddRow = Callable[[KeptSetsBuilder], None]
+_NUMBERS_PER_THREAD = 1 << 17
+"""Fewer logits are not worth another thread."""
 
 __all__ = ["FILTER_ORDER", "scaled_weights", "truncate", "why_unusable"]
 
@@ -54,38 +62,55 @@ def truncate(logits_BV: Any, params: Sequence[SamplingParams], *, on_device: boo
 
 
 def _truncate_on_host(logits_BV: Floats, params: Sequence[SamplingParams]) -> KeptSets:
-    vocab_size = logits_BV.shape[1]
+    num, vocab_size = logits_BV.shape
+    threads = max(1, min(host_threads(), num, num * vocab_size // _NUMBERS_PER_THREAD))
+    bounds = np.linspace(0, num, threads + 1).astype(int).tolist()
+
+    def rows(share: int) -> list[AddRow]:
+        scaled_V, weight_V = np.empty(vocab_size), np.empty(vocab_size)
+        return [
+            _row(row, logits_BV[row], params[row], scaled_V, weight_V)
+            for row in range(bounds[share], bounds[share + 1])
+        ]
+
     builder = KeptSetsBuilder(logits_BV)
-    scaled_V, weight_V = np.empty(vocab_size), np.empty(vocab_size)
-    for z_V, settings in zip(logits_BV, params, strict=True):
-        top = float(z_V.max())
-        if (reason := why_unusable(builder.row, top)) is not None:
-            builder.fail(reason)
-            continue
-        if settings.temperature == 0:
-            builder.add_point(int(np.argmax(z_V)), top)
-            continue
-        scaled_weights(z_V, top, settings.temperature, scaled_V, weight_V)
-        total = float(weight_V.sum())
-        finite = vocab_size if z_V.min() > -np.inf else int(np.count_nonzero(z_V > -np.inf))
-        kept_K = keep(z_V, weight_V, total, settings)
-        if kept_K is None and finite < vocab_size:
-            kept_K = np.flatnonzero(z_V > -np.inf)
-        if kept_K is None or len(kept_K) == vocab_size:
-            builder.add_full(top, settings.temperature, scaled_V, weight_V)
-        else:
-            builder.add(kept_K, scaled_V[kept_K], weight_V[kept_K], total if len(kept_K) < finite else None)
+    with ThreadPoolExecutor(threads) as pool:
+        shares = pool.map(rows, range(threads)) if threads > 1 else map(rows, range(threads))
+        for add in chain.from_iterable(shares):
+            add(builder)
     return builder.build()
+
+
+def _row(row: int, z_V: Floats, settings: SamplingParams, scaled_V: Float64, weight_V: Float64) -> AddRow:
+    """What is to be put down about a row. The last two arguments are working memory."""
+    top = float(z_V.max())
+    if (reason := why_unusable(row, top)) is not None:
+        return lambda builder: builder.fail(reason)
+    if settings.temperature == 0:
+        greedy = int(np.argmax(z_V))
+        return lambda builder: builder.add_point(greedy, top)
+    scaled_weights(z_V, top, settings.temperature, scaled_V, weight_V)
+    total, vocab_size = float(weight_V.sum()), len(z_V)
+    finite = vocab_size if z_V.min() > -np.inf else int(np.count_nonzero(z_V > -np.inf))
+    kept_K = keep(z_V, weight_V, total, settings)
+    if kept_K is None and finite < vocab_size:
+        kept_K = np.flatnonzero(z_V > -np.inf)
+    if kept_K is None or len(kept_K) == vocab_size:
+        moments = full_moments(scaled_V, weight_V)
+        return lambda builder: builder.add_moments(top, settings.temperature, *moments)
+    scaled_K, weight_K = scaled_V[kept_K], weight_V[kept_K]
+    mass = total if len(kept_K) < finite else None
+    return lambda builder: builder.add(kept_K, scaled_K, weight_K, mass)
 
 
 def scaled_weights(z_V: Floats, top: float, temperature: float, scaled_V: Float64, weight_V: Float64) -> None:
     """Write s = (z - top) / T and w = exp(s) to the last two arguments."""
-    np.copyto(scaled_V, z_V)
     with np.errstate(over="ignore", under="ignore"):  # clamped, and 0 is the right weight
-        scaled_V -= top
+        np.subtract(z_V, top, out=scaled_V, dtype=np.float64)
         if temperature != 1:
             scaled_V /= temperature
-        np.maximum(scaled_V, LOWEST_SCALED, out=scaled_V)
+        if (float(z_V.min()) - top) / temperature < LOWEST_SCALED:  # costs as much as the exponential
+            np.maximum(scaled_V, LOWEST_SCALED, out=scaled_V)
         np.exp(scaled_V, out=weight_V)
 
 

@@ -20,7 +20,7 @@ import paddle
 
 from keptset.rollout.filters import Float64, keep
 from keptset.rollout.kept_sets import BLOCK, LOWEST_SCALED, KeptSets
-from keptset.rollout.kept_sets_builder import KeptSetsBuilder
+from keptset.rollout.kept_sets_builder import KeptSetsBuilder, full_moments
 from keptset.rollout.truncation import scaled_weights, why_unusable
 from keptset.schemas.sampling_params import SamplingParams
 
@@ -78,7 +78,7 @@ def _add(
         if kept is not None:
             ids_C, scaled_C, weight_C = ids_C[kept], scaled_C[kept], weight_C[kept]
         if len(ids_C) == builder.vocab_size:
-            builder.add_full(top, settings.temperature, scaled_C, weight_C)
+            builder.add_moments(top, settings.temperature, *full_moments(scaled_C, weight_C))
         else:
             builder.add(ids_C.astype(np.int64), scaled_C, weight_C, total if len(ids_C) < finite else None)
 
