@@ -18,6 +18,10 @@ BENCHES = {
         "keptset.scripts.bench_scoring",
         "Scoring from hidden states, against the full vocabulary and against padded candidates.",
     ),
+    "audit": (
+        "keptset.scripts.bench_audit",
+        "Kept ids a second and memory of an audit, against a plain read and a loop.",
+    ),
     "wire": (
         "keptset.scripts.bench_wire",
         "Bytes a token in memory, spool and archive, against other formats.",

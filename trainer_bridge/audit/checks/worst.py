@@ -50,12 +50,15 @@ class Worst(Check):
             return
         recorded, tokens = batch.recorded, batch.sound_tokens
         known = recorded.surprisal_known_S & (recorded.variance_S > 0)
-        row, count = tokens.row_T[known], len(batch.sound)
-        excess = np.bincount(row, recorded.excess_S[known], minlength=count)
-        variance = np.bincount(row, recorded.variance_S[known], minlength=count)
-        enough = np.bincount(row, minlength=count) >= FEWEST
-        z = np.full(count, np.nan)
-        z[enough] = np.abs(excess[enough]) / np.sqrt(variance[enough])
+        row = tokens.row_T[known]
+        begins = np.flatnonzero(np.diff(row, prepend=-1))
+        if not len(begins):
+            return
+        enough = np.diff(begins, append=len(row)) >= FEWEST
+        excess = np.add.reduceat(recorded.excess_S[known], begins)[enough]
+        variance = np.add.reduceat(recorded.variance_S[known], begins)[enough]
+        z = np.full(len(batch.sound), np.nan)
+        z[row[begins[enough]]] = np.abs(excess) / np.sqrt(variance)
         self._take(batch, batch.counted_B & batch.sound_B, z, "surprisal {:.1f} standard deviations from its mean")
 
     def _take(self, batch: AuditedBatch, rows_B: NDArray[np.bool_], values_C: NDArray[np.float64], why: str) -> None:
