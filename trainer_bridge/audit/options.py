@@ -54,7 +54,8 @@ class AuditOptions:
     seed: int = 0
     """Of that choice, and of what else an audit draws."""
     workers: int | None = None
-    """Processes; None: as many as there are usable cores, if there is work for them. 1: this process alone."""
+    """Processes; None: as many as there are usable cores, if there is work for them, and this one alone with a scorer,
+    which has threads of its own."""
     family_level: float = FAMILY_LEVEL
     unguarded: bool = False
     """Also take Parquet files without keptset's checksums, as other tools write them. A damaged one may end the
@@ -64,8 +65,7 @@ class AuditOptions:
     progress: Callable[[Progress], None] | None = field(default=None, compare=False)
     """Called in this process after each unit of work."""
     scorer: Callable[[], BatchScorer] | None = None
-    """Makes the scorer, once in each process; can be pickled. One over a model wants workers = 1: it has its own
-    threads."""
+    """Makes the scorer, once in each process; can be pickled, and equal ones are made once."""
 
     def __post_init__(self) -> None:
         for name, least in (("max_version_lag", 0), ("sample", 1), ("workers", 1)):

@@ -92,6 +92,8 @@ def _partials(units: Sequence[Unit], options: AuditOptions) -> Iterator[Partial]
 def _workers(units: Sequence[Unit], options: AuditOptions) -> int:
     if options.workers is not None:
         return min(options.workers, max(len(units), 1))
+    if options.scorer is not None:
+        return 1
     worth = sum(unit.size for unit in units) // _WORTH_A_PROCESS
     return max(1, min(usable_cores(), worth, len(units)))
 

@@ -55,7 +55,8 @@ class Surprisal(Check):
         if self._choices < FEWEST:
             reason = (
                 f"it needs at least {FEWEST} sampled tokens with a choice whose b is over the kept set and whose H and "
-                f"Var(log p) are recorded, in responses without an error; there are {self._choices}"
+                f"Var(log p) are recorded, in responses without an error that repeat no other's id or seed; there are "
+                f"{self._choices}"
             )
             return Outcome(not_tested=(NotTested(check=NAME, reason=reason),))
         z = self._excess.total / math.sqrt(self._variance.total)
