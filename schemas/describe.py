@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -40,7 +40,7 @@ def columns_table() -> str:
         (f"`{column.name}`", f"`{type_name(column.type)}`", "yes" if column.required else "", column.meaning)
         for column in COLUMNS
     ]
-    return _table(("column", "type", "required", "meaning"), rows)
+    return table(("column", "type", "required", "meaning"), rows)
 
 
 def findings_table() -> str:
@@ -49,7 +49,7 @@ def findings_table() -> str:
     for kind in FindingKind:
         severity = SEVERITIES.get(kind, Severity.ERROR).value if kind in STRUCTURAL else ""
         rows.append((f"`{kind.value}`", "validation" if kind in STRUCTURAL else "audit", severity, kind.meaning))
-    return _table(("kind", "found by", "severity", "meaning"), rows)
+    return table(("kind", "found by", "severity", "meaning"), rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -58,12 +58,13 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def up_to_date(page: str) -> str:
+def up_to_date(page: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:
     """The page with every marked table as the code has it now."""
-    return _BLOCK.sub(lambda block: f"{block[1]}\n{TABLES[block['name']]()}\n{block[3]}", page)
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{tables[block['name']]()}\n{block[3]}", page)
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """A table in Markdown."""
     lines = [head, ("---",) * len(head), *rows]
     return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
 

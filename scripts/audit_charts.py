@@ -15,7 +15,7 @@ from keptset.trainer_bridge.budget import Term
 
 _RATIO_TICKS: tuple[tuple[float, ...], ...] = (
     (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5),
-    (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, 10.0),
+    (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.25, 1.6, 2.0, 3.0, 5.0, 10.0),
     (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.1, 1.0, 10.0, 100.0, 1e3, 1e4, 1e5, 1e6),
 )
 """The first of these that reaches the ends of the axis is taken."""

@@ -12,6 +12,7 @@ from keptset.scripts.audit_ratios import scored
 from keptset.scripts.audit_tokens import LOG_RATIO_STEPS, SURPRISE_STEPS, response_view
 from keptset.scripts.audit_words import (
     TERMS,
+    beyond_heading,
     by_reason,
     counted,
     extent,
@@ -51,6 +52,7 @@ def render_audit(report: AuditReport) -> str:
     environment = page_environment()
     environment.filters.update(
         extent=extent,
+        beyond_heading=beyond_heading,
         given=given,
         number=_number,
         p_value=lambda value: number_text.typeset(p_value(value)),

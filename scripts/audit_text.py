@@ -15,6 +15,7 @@ from keptset.scripts import number_text
 from keptset.scripts.audit_ratios import settings_legend, settings_table
 from keptset.scripts.audit_words import (
     TERMS,
+    beyond_heading,
     by_reason,
     counted,
     extent,
@@ -102,11 +103,12 @@ def _finding(finding: AuditFinding) -> RenderableType:
         Text.assemble((finding.kind.value, "bold"), f": {finding.kind.meaning}"),
     )
     rows.add_row("", Text(extent(finding), style="bold"))
-    rows.add_row("", Text(visible(finding.summary)))
+    if told := beyond_heading(finding):
+        rows.add_row("", Text(visible(told)))
     for number, example in enumerate(finding.examples):
         rows.add_row(Text("" if number else "such as", style="dim"), _place(example))
     for number, symptom in enumerate(finding.symptoms):
-        text = f"{symptom.kind.value}, {extent(symptom)}: {symptom.summary}"
+        text = f"{symptom.kind.value}, {extent(symptom)}: {beyond_heading(symptom) or symptom.kind.meaning}"
         rows.add_row(Text("" if number else "explains", style="dim"), Text(visible(text)))
     rows.add_row(Text("to do", style="dim"), Text(visible(finding.advice)))
     return Padding(rows, (0, 0, 0, _INDENT), expand=False)

@@ -65,6 +65,15 @@ def extent(finding: AuditFinding) -> str:
     return f"{plural(finding.count, 'place')} in {plural(finding.responses, 'response')} ({of_all})"
 
 
+def beyond_heading(finding: AuditFinding) -> str:
+    """The summary without what the heading says already: how often, and what the kind means. May be empty."""
+    told = finding.summary
+    for known in (f"{plural(finding.count, 'place')} in {plural(finding.responses, 'response')}", finding.kind.meaning):
+        if told == known or told.startswith(f"{known}: "):
+            told = told[len(known) + 2 :]
+    return told
+
+
 def p_value(value: float) -> str:
     """
     >>> p_value(0.0321), p_value(3e-9), p_value(0)
