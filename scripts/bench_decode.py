@@ -22,6 +22,7 @@ REQUESTS, NEW_TOKENS = 16, 64
 PARAMS = SamplingParams(top_k=512, top_p=0.97, max_new_tokens=NEW_TOKENS)
 QUEUE, SLOTS, LONGEST = 128, 16, 512
 """Continuous batching: requests of lengths min(LONGEST, round(exp(N(3.5, 1)))), seed 0."""
+SYNC_ACTORS, SYNC_UPDATES = 2, 3
 PROSE = (
     "The harbour wakes before the town does. A man with a lantern walks along the quay and counts the boats that "
     "came home, then the ones that did not, and writes both numbers on the wall of the customs house with a piece "
@@ -53,6 +54,7 @@ def command(
     numbers = _decode(folder, decoder, rounds, new_tokens, quiet=as_json)
     numbers |= _continuous(decoder, 24 if quick else QUEUE)
     numbers |= _speculative(folder, decoder, 40 if quick else 300)
+    numbers |= _weight_sync(folder)
     print(json.dumps(numbers)) if as_json else print_numbers("decode", numbers)
 
 
@@ -234,3 +236,19 @@ def _speculative(folder: Path, decoder: Any, new_tokens: int) -> dict[str, float
     engine = RolloutEngine(decoder)
     engine.generate(_requests([prompt], [new_tokens], draft_tokens=8, temperature=0.3, stop_token_ids=(2,)))
     return {"speculative_tokens_per_pass": engine.tokens_drawn / engine.passes}
+
+
+def _weight_sync(folder: Path) -> dict[str, float]:
+    """Seconds from a trainer's weights to actors that draw with them, through the object store; the median update."""
+    from safetensors.numpy import load_file
+
+    from keptset.rollout.pool import RolloutPool
+
+    weights = load_file(folder / "model.safetensors")
+    with RolloutPool(folder, actors=SYNC_ACTORS, threads_per_actor=1, name="bench") as pool:
+        syncs = [pool.update_weights(version, weights) for version in range(1, 2 + SYNC_UPDATES)][1:]
+    return {
+        "weight_sync_s": statistics.median(sync.seconds for sync in syncs),
+        "weight_sync_store_s": statistics.median(sync.store_seconds for sync in syncs),
+        "weight_sync_mb": sum(weight.nbytes for weight in weights.values()) / 1e6,
+    }
