@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import io
+import logging
 import math
 import re
 from collections.abc import Sequence
@@ -69,6 +70,8 @@ def histogram_svg(
 
 
 def _draw(counts: NDArray[np.float64], limits: HistogramAxes) -> str:
+    # Its first run makes a list of fonts and says so, where another library has made the root logger talk.
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
     try:
         import matplotlib
         from matplotlib.figure import Figure
