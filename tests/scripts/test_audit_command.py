@@ -122,7 +122,8 @@ def test_honest_rollouts_end_with_0_and_what_was_not_tested_is_told(run: Run, sp
     verdict, read = out.splitlines()[:2]
     assert "60 responses" in verdict
     assert read == "60 responses, 2,400 tokens (2,400 sampled), 12,000 kept ids in 1 file."
-    assert "Not tested" in out and "T 1, top_k 5" in out and "0.90000" in out
+    assert "explanations, unit mean, support drift: there were no scores to hold b against: give a model" in out
+    assert "T 1, top_k 5" in out and "0.90000" in out
     assert re.search(r"^surprisal .* holds$", out, re.M) and re.search(r"^draws .* holds$", out, re.M)
 
 
@@ -153,6 +154,49 @@ def test_scores_of_a_column_give_ratios(run: Run, spool: Path) -> None:
     assert code == 1 and told(out)["findings"][0]["kind"] == "unit_mean"
     assert row["kept_ratio"]["mean"] == pytest.approx(math.exp(LOG_RATIO), abs=1e-6)
     assert sum(told(out)["kept_log_ratios"]["counts"]) == RESPONSES * TOKENS
+
+
+def test_a_model_gives_ratios_over_kept_sets_and_over_the_vocabulary(
+    run: Run, repository: Path, tmp_path: Path
+) -> None:
+    paddle = pytest.importorskip("paddle")
+    folder = repository / "tests" / "data" / "tiny_checkpoints" / "llama_tied"
+    from keptset.rollout.models import load_decoder
+    from keptset.rollout.models.segments import Segment
+
+    decoder = load_decoder(folder)
+    ids = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
+    with paddle.no_grad():
+        logits = decoder.logits(decoder.forward(ids, [Segment(slot=0, start=0, length=len(ids))])).numpy()[2:-1]
+    # Of each step the sampler kept the drawn id and the best one, at temperature 1.
+    drawn, best = ids[3:].astype(np.int64), logits.argmax(axis=1)
+    sets = [np.unique([a, b]) for a, b in zip(drawn, best, strict=True)]
+    rows = [logits[t, kept].astype(np.float64) for t, kept in enumerate(sets)]
+    b = np.array([logits[t, drawn[t]] - np.logaddexp.reduce(row) for t, row in enumerate(rows)])
+    b[[len(kept) == 1 for kept in sets]] = 0.0
+    whole = np.logaddexp.reduce(logits.astype(np.float64), axis=1)
+    builder = BatchBuilder(Identity(vocab_size=logits.shape[1]))
+    builder.add(
+        Response(
+            rollout_id="r0",
+            prompt_id="p",
+            prompt_token_ids=ids[:3],
+            token_ids=ids[3:],
+            finish_reason="length",
+            behavior_logprobs=b,
+            log_kept_mass=np.array([np.logaddexp.reduce(row) for row in rows]) - whole,
+            kept_offsets=np.cumsum([0, *(len(kept) for kept in sets)]),
+            kept_ids=np.concatenate(sets),
+            params=SamplingParams(top_k=2),
+        )
+    )
+    spool = spool_of(tmp_path / "spool", [builder.build()])
+    _, out, _ = run(spool, "--model", folder, "--json")
+    (row,) = told(out)["settings"]
+    assert row["kept_ratio"]["mean"] == pytest.approx(1, abs=1e-5)
+    kept_mass = np.exp([np.logaddexp.reduce(values) for values in rows] - whole)
+    assert row["full_ratio"]["mean"] == pytest.approx(kept_mass.mean(), rel=1e-5)
+    assert sum(told(out)["full_log_ratios"]["counts"]) == len(b)
 
 
 def test_what_was_chosen_by_reward_is_shown_and_not_judged(run: Run, spool: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from keptset.scripts.audit_text import VERSIONS_SHOWN, print_audit
+from keptset.scripts.audit_words import beyond_heading
 from keptset.trainer_bridge.audit.report import AuditReport, Totals
 
 EMPTY = AuditReport(
@@ -71,6 +72,20 @@ def test_a_root_cause_has_its_numbers_examples_symptoms_and_advice_under_it(audi
         assert f"{example.rollout_id} token {example.position}: {example.detail}" in cause
     assert "explains  unit_mean, 47,512 places in 1,000 responses (100% of all)" in cause
     assert "4 responses (0.4% of all)" in text
+
+
+def test_a_summary_does_not_say_again_what_the_heading_says(audit_report: AuditReport) -> None:
+    finding = replace(audit_report.findings[0], symptoms=(), count=3, responses=2)
+    meaning = finding.kind.meaning
+    for summary, beyond in (
+        (f"3 places in 2 responses: {meaning}", ""),
+        (meaning, ""),
+        (f"{meaning}: of 9 responses 2 are off", "of 9 responses 2 are off"),
+        ("4 places in 2 responses: more", "4 places in 2 responses: more"),
+    ):
+        told = replace(finding, summary=summary)
+        assert beyond_heading(told) == beyond
+        assert printed(replace(audit_report, findings=(told,))).count(meaning) == 1
 
 
 def test_each_test_stands_with_its_outcome(audit_report: AuditReport) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from keptset.schemas.columns import Identity
+from keptset.trainer_bridge.audit.checks import not_asked_for
 from keptset.trainer_bridge.audit.checks.worst import Worst, WorstPlace
 from keptset.trainer_bridge.audit.options import AuditOptions
 from keptset.trainer_bridge.audit.partial import Partial
@@ -22,7 +23,7 @@ def conclude(partial: Partial, plan: Plan, options: AuditOptions) -> AuditReport
     outcomes = [check.outcome() for check in partial.checks]
     tests = [test for outcome in outcomes for test in outcome.tests]
     evidence = [*(e for outcome in outcomes for e in outcome.evidence), *plan.repeats]
-    not_tested = tuple(entry for outcome in outcomes for entry in outcome.not_tested)
+    not_tested = (*(entry for outcome in outcomes for entry in outcome.not_tested), *not_asked_for(options))
     results = decide(tests, family_level=options.family_level, filtered=options.filtered)
     findings = fold(evidence, results, partial.responses, options.family_level)
     known = {entry.rollout_id for entry in plan.damaged}

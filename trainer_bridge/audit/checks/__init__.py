@@ -5,7 +5,7 @@ A check is a module here and its class in one of the two lists.
 
 from __future__ import annotations
 
-from keptset.trainer_bridge.audit.check import Check
+from keptset.trainer_bridge.audit.check import Check, NotTested
 from keptset.trainer_bridge.audit.checks.draws import Draws
 from keptset.trainer_bridge.audit.checks.responses import Responses
 from keptset.trainer_bridge.audit.checks.settings_table import SettingsTable
@@ -28,6 +28,19 @@ def scored_checks() -> tuple[type[Check], ...]:
     from keptset.trainer_bridge.audit.checks.unit_mean import UnitMean
 
     return (Explanations, UnitMean, SupportDrift, Ratios, BudgetTable)
+
+
+NEED_SCORES = ("explanations", "unit mean", "support drift")
+"""Of those, the ones that can find something."""
+_NO_SCORES = (
+    "there were no scores to hold b against: give a model (--model DIR), or the trainer's own log-probabilities "
+    "(--trainer-logprobs COLUMN)"
+)
+
+
+def not_asked_for(options: AuditOptions) -> tuple[NotTested, ...]:
+    """What these options leave out."""
+    return () if options.scorer else tuple(NotTested(check=name, reason=_NO_SCORES) for name in NEED_SCORES)
 
 
 def start_checks(options: AuditOptions) -> list[Check]:
