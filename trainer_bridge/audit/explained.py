@@ -2,17 +2,16 @@
 
 A response whose b is off (`Affected`) is counted by how far, and by which faults fit: at all (they leave at most half
 of the residual) or well (at most one part in STRONG), and nearly as well as the best one. Honest paths differ as well,
-by .04 nats and more in bfloat16, and chance fits a short response now and then. So what counts is the company:
+by .04 nats and more in bfloat16, by less where nothing is uncertain; and chance fits a short response now and then. So
+what counts is the company, in affected tokens. Responses are judged in two groups: those *alike*, up to FAR times the
+median affected response, and those *apart*, further out, where more than a path was at work.
 
-*Apart.* Responses far beyond the median response of the run (FAR times its residual, or any where that is below the
-floor). The path is the same for all, so something else was at work. The fault that fits most of them well is named,
-then the one that fits most of the rest, and so on; one that fits a response only at all joins a fault named already.
-What is left and lies still further out is `logprob_mismatch`.
+In each group the fault is named that fits a quarter of it well, or, among enough responses, half of it at all; then the
+next, of what is left. The second is the rule of SEMANTICS 6, pair by pair: the median residual is at least halved. What
+a named fault fits at all joins it.
 
-*Alike.* If the median response itself is off, all up to there are judged together: a fault is named that fits at least
-half of them. That is the rule of SEMANTICS 6, pair by pair: the median residual is at least halved. If none does, path
-or fault cannot be told from the size; but over an honest path the ratios exp(expected - b) have mean 1, so
-`logprob_mismatch` stands on the test of that.
+What is left is a path or a fault that has no name, and size does not tell them apart. Over an honest path the ratios
+exp(expected - b) have mean 1 within each group; `logprob_mismatch` stands on the test of that.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from keptset.trainer_bridge.audit.explanations import EXPLANATIONS
 from keptset.trainer_bridge.audit.residuals import TOKEN_FLOOR
 
 FAR = 10.0
-"""Times the median response's residual: apart from the others. Over one path, response medians differ by less."""
-MISMATCH_FAR = 20.0
-"""The same where no fault fits, and nothing but the distance speaks."""
+"""Times the median affected response's residual: apart from the others."""
+WELL_SHARE, AT_ALL_SHARE = 0.25, 0.5
+"""Of a group's affected tokens, that a fault must fit to be named."""
+WELL_TOKENS = 12
+"""Affected tokens that a fault must fit well: with fewer, one of so many always does."""
+AT_ALL_RESPONSES = 8
+"""Responses that a fault must fit, if it fits them no better than at all."""
 MISMATCH_FLOOR = 1e-3
 """Nats; unexplained responses nearer than this may be rounding, as of a b that was stored in float16."""
-MISMATCH_TOKENS = 8
-"""Affected tokens of an unexplained response below which it may be a few tokens of an unlucky path."""
-MIN_FIT = 0.5
-"""Share of responses alike that a fault must fit."""
 _STEPS = 8
 """Bins per factor of 2."""
 _LAST = 40 * _STEPS
@@ -60,7 +59,7 @@ def kinds_of(mask: Mask) -> list[FindingKind]:
     return [kind for i, kind in enumerate(EXPLANATIONS) if mask >> i & 1]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fit:
     """How one affected response stands."""
 
@@ -69,11 +68,9 @@ class Fit:
     """Faults that leave at most one part in STRONG of the residual, and little more than the best one does."""
     at_all: Mask
     """Faults that leave at most half."""
-    many: bool
-    """MISMATCH_TOKENS of its tokens or more are affected."""
     errors: frozenset[FindingKind]
     """Structural kinds that its response shows as well."""
-    few: bool = False
+    few: bool
     """Too few tokens to decide anything: it only joins what others decide."""
 
 
@@ -120,7 +117,21 @@ class FitCounts:
     @property
     def responses(self) -> int:
         """That were compared."""
-        return self.clean + sum(responses for fit, (responses, _) in self.fits.items() if not fit.few)
+        return self.clean + self.number(fit for fit in self.fits if not fit.few)
+
+    def number(self, fits: Iterable[Fit]) -> int:
+        """Of responses."""
+        return sum(self.fits[fit][0] for fit in fits)
+
+    def tokens(self, fits: Iterable[Fit]) -> int:
+        """Affected ones."""
+        return sum(self.fits[fit][1] for fit in fits)
+
+    def tally(self, fits: Iterable[Fit], into: Tally) -> Tally:
+        """All of these, counted into one."""
+        for fit in fits:
+            into.add(fit, *self.fits[fit])
+        return into
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,96 +141,69 @@ class Decision:
     median_bin: int
     """Of all compared responses."""
     named: dict[FindingKind, Tally]
-    unexplained: Tally | None
-    """Responses apart that no fault explains."""
-    alike: Tally | None
-    """Responses alike, off by more than the floor, that no fault explains: path or fault, the unit mean must tell."""
+    unexplained: tuple[tuple[str, Tally], ...]
+    """Groups of responses that no fault explains, off by more than MISMATCH_FLOOR: path or fault, the mean ratio must
+    tell."""
 
 
 def decide(counts: FitCounts) -> Decision:
     """The decision over all responses."""
-    bins: dict[int, int] = {CLEAN: counts.clean}
     enough = [fit for fit in counts.fits if not fit.few]
-    for fit in enough:
-        responses, _ = counts.fits[fit]
-        bins[fit.bin] = bins.get(fit.bin, 0) + responses
-    median_bin = _median(bins)
-    far = 0 if median_bin == CLEAN else bin_of(residual_of(median_bin) * FAR)
-    alike = [fit for fit in enough if median_bin != CLEAN and fit.bin <= far]
-    apart = [fit for fit in enough if median_bin == CLEAN or fit.bin > far]
+    bins = counts.tally(enough, Tally()).bins
+    far = bin_of(residual_of(_median(bins)) * FAR) if bins else 0
     named: dict[FindingKind, Tally] = {}
-    alike = _name_alike(alike, counts, named)
-    rest = _name_apart(apart, counts, named)
-    _join([fit for fit in counts.fits if fit.few], counts, named)
-    further = max(MISMATCH_FLOOR, MISMATCH_FAR * residual_of(median_bin))
-    unexplained = Tally()
-    for fit in rest:
-        if fit.many and residual_of(fit.bin) > further:
-            unexplained.add(fit, *counts.fits[fit])
-    left = Tally()
-    for fit in alike:
-        left.add(fit, *counts.fits[fit])
-    return Decision(
-        median_bin=median_bin,
-        named=named,
-        unexplained=unexplained if unexplained.responses else None,
-        alike=left if left.responses else None,
-    )
+    groups = {
+        "alike": [fit for fit in enough if fit.bin <= far],
+        "apart": [fit for fit in enough if fit.bin > far],
+        "few": [fit for fit in counts.fits if fit.few],
+    }
+    rest = {name: _name(fits, counts, named) for name, fits in groups.items() if name != "few"}
+    rest["few"] = groups["few"]
+    left = {name: _join(fits, counts, named) for name, fits in rest.items()}
+    unexplained = []
+    for name in ("alike", "apart"):
+        tally = counts.tally((fit for fit in left[name] if residual_of(fit.bin) > MISMATCH_FLOOR), Tally())
+        if tally.responses:
+            unexplained.append((name, tally))
+    return Decision(median_bin=_median({CLEAN: counts.clean, **bins}), named=named, unexplained=tuple(unexplained))
 
 
-def _name_alike(fits: list[Fit], counts: FitCounts, named: dict[FindingKind, Tally]) -> list[Fit]:
-    """Name what fits at least half of these, then at least half of the rest well; returns what is left."""
-    first = True
+def _name(fits: list[Fit], counts: FitCounts, named: dict[FindingKind, Tally]) -> list[Fit]:
+    """Name the faults of a group; returns what is left of it."""
     while fits:
-        kind = _best(fits, counts, well=not first)
-        hit = [] if kind is None else [fit for fit in fits if _has(fit, kind, well=not first)]
-        if kind is None or _number(hit, counts) < MIN_FIT * _number(fits, counts):
-            break
-        for fit in hit:
-            named.setdefault(kind, Tally()).add(fit, *counts.fits[fit])
-        fits = [fit for fit in fits if fit not in set(hit)]
-        first = False
+        total = counts.tokens(fits)
+        kind, hit = _best(fits, counts, well=True)
+        if counts.tokens(hit) < max(WELL_TOKENS, WELL_SHARE * total):
+            kind, hit = _best(fits, counts, well=False)
+            if counts.tokens(hit) < AT_ALL_SHARE * total or counts.number(hit) < AT_ALL_RESPONSES:
+                break
+        counts.tally(hit, named.setdefault(kind, Tally()))
+        gone = set(hit)
+        fits = [fit for fit in fits if fit not in gone]
     return fits
 
 
-def _name_apart(fits: list[Fit], counts: FitCounts, named: dict[FindingKind, Tally]) -> list[Fit]:
-    """Name what fits most of these well, then most of the rest; returns what is left."""
-    while fits:
-        kind = _best(fits, counts, well=True)
-        if kind is None:
-            break
-        hit = [fit for fit in fits if _has(fit, kind, well=True)]
-        for fit in hit:
-            named.setdefault(kind, Tally()).add(fit, *counts.fits[fit])
-        fits = [fit for fit in fits if fit not in set(hit)]
-    return _join(fits, counts, named)
-
-
 def _join(fits: list[Fit], counts: FitCounts, named: dict[FindingKind, Tally]) -> list[Fit]:
-    """What fits at all joins a fault that is named; returns what is left."""
+    """What a named fault fits at all joins it; returns what is left."""
     left = []
     for fit in fits:
         joined = [kind for kind in kinds_of(fit.at_all) if kind in named]
         if joined:
-            named[joined[0]].add(fit, *counts.fits[fit])
+            counts.tally([fit], named[joined[0]])
         else:
             left.append(fit)
     return left
 
 
-def _best(fits: list[Fit], counts: FitCounts, *, well: bool) -> FindingKind | None:
-    """The fault that fits most responses, the earlier of two equal ones; None where none fits any."""
-    numbers = [(_number((f for f in fits if _has(f, kind, well=well)), counts), kind) for kind in EXPLANATIONS]
-    most = max(number for number, _ in numbers)
-    return next(kind for number, kind in numbers if number == most) if most else None
+def _best(fits: list[Fit], counts: FitCounts, *, well: bool) -> tuple[FindingKind, list[Fit]]:
+    """The fault that fits most tokens, the earlier of two equal ones, and what it fits."""
+    fitting = {kind: [fit for fit in fits if _has(fit, kind, well=well)] for kind in EXPLANATIONS}
+    best = max(EXPLANATIONS, key=lambda kind: counts.tokens(fitting[kind]))
+    return best, fitting[best]
 
 
 def _has(fit: Fit, kind: FindingKind, *, well: bool) -> bool:
     return bool((fit.well if well else fit.at_all) >> EXPLANATIONS.index(kind) & 1)
-
-
-def _number(fits: Iterable[Fit], counts: FitCounts) -> int:
-    return sum(counts.fits[fit][0] for fit in fits)
 
 
 def _median(bins: dict[int, int]) -> int:

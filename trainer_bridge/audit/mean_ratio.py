@@ -1,10 +1,11 @@
 """Whether the mean of exp(d) is 1: mergeable sums, and the test of them.
 
-    for y drawn from pi_b over K:   E[exp(l - b)] = 1   whatever the trainer's weights
+    for y drawn from pi_b over K:   E[w] = 1,   w = exp(l - b),   whatever the trainer's weights
     z = (mean - 1) / se,   se = sqrt(sum (w - 1)^2) / n
 
-A mean that a few tokens carry is not normal at any z, and far from its tail falls short of 1 for honest draws: where
-the ratios vary so much the test is not made.
+A mean that a few tokens carry is not normal, and in most samples falls short of 1 for honest draws. Then only what is
+certain at any tail is tested, on one side:  E[min(w, C)] <= 1,  so that a larger mean of these bounded numbers shows a
+fault; a smaller one shows nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ from keptset.trainer_bridge.audit.exact_sum import ExactSum
 EFFECT_BOUND = 0.002
 """|mean ratio - 1| below which nothing is found."""
 MAX_SKEW = 0.1
-"""Of the mean: sum (w - 1)^3 / (sum (w - 1)^2)^1.5. Five standard errors out the tail is then off by a factor of 8."""
+"""Of the mean, by the third central moment. Five standard errors out the normal tail is then off by a factor of 8."""
 MIN_ESS = 0.25
 """Effective share of the tokens, (sum w)^2 / (n sum w^2)."""
+CAP = 4.0
+"""C."""
+FEWEST = 30
+"""Tokens."""
 _ROUNDING = 2.0**-32
 """Of each number in an ExactSum."""
 LARGEST = 50.0
@@ -32,23 +37,30 @@ LARGEST = 50.0
 
 @dataclass
 class MeanRatio:
-    """Sums over w - 1."""
+    """Sums over e = w - 1, and over min(w, C) - 1."""
 
     e: ExactSum = field(default_factory=ExactSum)
     e2: ExactSum = field(default_factory=ExactSum)
     e3: ExactSum = field(default_factory=ExactSum)
+    capped: ExactSum = field(default_factory=ExactSum)
+    capped2: ExactSum = field(default_factory=ExactSum)
 
     def add(self, log_ratios: NDArray[np.float64]) -> None:
         """Count finite log ratios."""
         e = np.expm1(np.minimum(log_ratios, LARGEST))
-        self.e.add(e)
-        self.e2.add(e * e)
-        self.e3.add(e * e * e)
+        capped = np.minimum(e, CAP - 1)
+        for total, values in (
+            (self.e, e),
+            (self.e2, e * e),
+            (self.e3, e * e * e),
+            (self.capped, capped),
+            (self.capped2, capped * capped),
+        ):
+            total.add(values)
 
     def merge(self, other: MeanRatio) -> None:
-        self.e.merge(other.e)
-        self.e2.merge(other.e2)
-        self.e3.merge(other.e3)
+        for name in ("e", "e2", "e3", "capped", "capped2"):
+            getattr(self, name).merge(getattr(other, name))
 
     @property
     def count(self) -> int:
@@ -62,36 +74,38 @@ class MeanRatio:
     def std_error(self) -> float | None:
         return math.sqrt(self.e2.total) / self.count if self.count else None
 
-    @property
-    def _squares(self) -> float:
-        """sum (w - 1)^2 and what its rounding may have taken away, which is all of it where paths differ by 1e-6."""
-        return self.e2.total + self.count * _ROUNDING
-
     def obstacle(self) -> str | None:
         """Why the test cannot be made; None where it can."""
-        if not self.count:
-            return "no token has a score"
-        weights, squares = self.count + self.e.total, self.count + 2 * self.e.total + self.e2.total
-        ess = weights**2 / (self.count * squares) if squares > 0 else 0.0
-        skew = abs(self.e3.total) / self._squares**1.5
-        reached = abs(self.e.total) >= EFFECT_BOUND * self.count  # else nothing is found whatever the tail
-        if ess < MIN_ESS or (skew > MAX_SKEW and reached):
-            return (
-                f"a few of the {self.count} tokens carry the mean ratio (effective share {ess:.2g}, skew {skew:.2g}): "
-                f"more tokens or fresher weights would make the test possible"
-            )
-        return None
+        if self.count < FEWEST:
+            return f"{self.count} tokens are too few for their mean ratio to say anything; {FEWEST} would do"
+        if self._is_normal or self.capped.total > 0:
+            return None
+        return f"a few of the {self.count:,} tokens carry the mean ratio: more tokens or fresher weights are needed"
+
+    @property
+    def _is_normal(self) -> bool:
+        n, mean = self.count, self.e.total / self.count
+        squares = n + 2 * self.e.total + self.e2.total
+        ess = (n + self.e.total) ** 2 / (n * squares) if squares > 0 else 0.0
+        if ess < MIN_ESS:
+            return False
+        if abs(mean) < EFFECT_BOUND:
+            return True  # nothing is found whatever the tail
+        second = self.e2.total - n * mean**2 + n * _ROUNDING
+        third = self.e3.total - 3 * mean * self.e2.total + 2 * n * mean**3
+        return bool(abs(third) <= MAX_SKEW * second**1.5)
 
     def test(self, name: str) -> HypothesisTest:
         """The test; only where there is no obstacle."""
-        mean = 1 + self.e.total / self.count
-        z = self.e.total / math.sqrt(self._squares)
+        two_sided = self._is_normal
+        total, squares = (self.e, self.e2) if two_sided else (self.capped, self.capped2)
+        z = total.total / math.sqrt(squares.total + self.count * _ROUNDING)
         return HypothesisTest(
             name=name,
             statistic=z,
-            p_value=math.erfc(abs(z) / math.sqrt(2)),
-            effect=abs(mean - 1),
-            effect_name="|mean ratio - 1|",
+            p_value=math.erfc(abs(z) / math.sqrt(2)) if two_sided else math.erfc(z / math.sqrt(2)) / 2,
+            effect=abs(total.total) / self.count if two_sided else max(total.total, 0.0) / self.count,
+            effect_name="|mean ratio - 1|" if two_sided else f"mean ratio, none above {CAP:g}, - 1",
             effect_bound=EFFECT_BOUND,
             count=self.count,
         )

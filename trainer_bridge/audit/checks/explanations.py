@@ -17,11 +17,9 @@ from keptset.schemas.columns import LogprobDomain
 from keptset.schemas.findings import Example, FindingKind, Severity
 from keptset.trainer_bridge.audit.advice import ADVICE
 from keptset.trainer_bridge.audit.audited_batch import AuditedBatch, TokenScores
-from keptset.trainer_bridge.audit.check import Check, Evidence, NotTested, Outcome
+from keptset.trainer_bridge.audit.check import Check, Evidence, HypothesisTest, NotTested, Outcome
 from keptset.trainer_bridge.audit.examples import FirstExamples, order_of
 from keptset.trainer_bridge.audit.explained import (
-    CLEAN,
-    MISMATCH_TOKENS,
     Decision,
     Fit,
     FitCounts,
@@ -47,6 +45,7 @@ from keptset.trainer_bridge.audit.residuals import (
 from keptset.trainer_bridge.sampled_tokens import UNKNOWN_VERSION, SampledTokens
 
 TEST = "mean ratio at equal weights"
+"""Of the responses that no fault explains; `, apart` for those further out than the others."""
 NEARLY = 2.0
 """A fault that leaves more than this times what the best one leaves does not fit."""
 EXACT = 1e-6
@@ -152,19 +151,21 @@ class Explanations(Check):
             return Outcome(not_tested=(NotTested(check=self.name, reason=reason),))
         decision = decide(self.counts)
         evidence = [self._named(kind, tally, decision) for kind, tally in decision.named.items()]
-        if decision.unexplained is not None:
-            evidence.append(self._apart(decision.unexplained, decision))
-        if decision.alike is None:
-            return Outcome(evidence=tuple(evidence))
-        ratios = MeanRatio()
-        for number in sorted(decision.alike.bins):
-            ratios.merge(self.mean_ratios.get(number, MeanRatio()))
-        obstacle = ratios.obstacle()
-        if obstacle is not None:
-            told = f"b is off by {decision.alike.residual:.2g} in the median, and no fault fits; {obstacle}"
-            return Outcome(evidence=tuple(evidence), not_tested=(NotTested(check=self.name, reason=told),))
-        evidence.append(self._alike(decision.alike, ratios))
-        return Outcome(evidence=tuple(evidence), tests=(ratios.test(TEST),))
+        tests, told = [], []
+        for name, tally in decision.unexplained:
+            ratios = MeanRatio()
+            for number in sorted(tally.bins):
+                ratios.merge(self.mean_ratios.get(number, MeanRatio()))
+            obstacle = ratios.obstacle()
+            if obstacle is None:
+                tests.append((ratios.test(TEST if name == "alike" else f"{TEST}, {name}"), tally, ratios))
+            else:
+                reason = f"b of {tally.responses} responses is off by {tally.residual:.2g} nats in the median, and no "
+                told.append(NotTested(check=self.name, reason=f"{reason}fault fits; {obstacle}"))
+        if tests:
+            # One kind is one finding: of two groups the one that says more.
+            evidence.append(self._mismatch(*min(tests, key=lambda entry: entry[0].p_value)))
+        return Outcome(evidence=tuple(evidence), tests=tuple(test for test, _, _ in tests), not_tested=tuple(told))
 
     def _not_tested(self) -> str | None:
         if not self.versions_told and self.versions is not None and self.versions[0] != self.versions[1]:
@@ -210,24 +211,15 @@ class Explanations(Check):
             self.examples.get(kind, FirstExamples()),
         )
 
-    def _apart(self, tally: Tally, decision: Decision) -> Evidence:
-        return self._evidence(
-            FindingKind.LOGPROB_MISMATCH,
-            tally,
-            f"b of {tally.responses} responses is off by {tally.residual:.2g} nats in the median, where the median "
-            f"response is off by {residual_of(decision.median_bin):.2g}, and no fault fits",
-            self._unexplained(tally),
-        )
-
-    def _alike(self, tally: Tally, ratios: MeanRatio) -> Evidence:
+    def _mismatch(self, test: HypothesisTest, tally: Tally, ratios: MeanRatio) -> Evidence:
         return self._evidence(
             FindingKind.LOGPROB_MISMATCH,
             tally,
             f"b of {tally.responses} responses is off by {tally.residual:.2g} nats in the median, no fault fits, and "
-            f"the ratios to what it should be have mean {ratios.mean:.4f} +- {ratios.std_error:.4f}: over honest paths "
-            f"it would be 1",
+            f"the ratios to what it should be have mean {ratios.mean:.4f} +- {ratios.std_error:.2g}: over an honest "
+            f"path it would be 1",
             self._unexplained(tally),
-            TEST,
+            test.name,
         )
 
     def _unexplained(self, tally: Tally) -> FirstExamples:
@@ -260,7 +252,5 @@ def _fit(
         fitting = [kind for kind, left in misfits.items() if left <= min(one.residual * part, least)]
         return sum(1 << EXPLANATIONS.index(kind) for kind in fitting)
 
-    number = bin_of(one.residual)
-    assert number != CLEAN
-    fit = Fit(number, mask(1 / STRONG), mask(1 / 2), len(one.at_A) >= MISMATCH_TOKENS, errors, one.few)
+    fit = Fit(bin=bin_of(one.residual), well=mask(1 / STRONG), at_all=mask(1 / 2), errors=errors, few=one.few)
     return fit, best

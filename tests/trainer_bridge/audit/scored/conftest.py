@@ -155,9 +155,14 @@ def sets_of(response: Response) -> list[list[int]]:
 
 
 def draw_world(
-    seed: int, rows: int, settings: Sequence[SamplingParams] = SETTINGS, *, model: TwoTables | None = None
+    seed: int,
+    rows: int,
+    settings: Sequence[SamplingParams] = SETTINGS,
+    *,
+    model: TwoTables | None = None,
+    bits: int | None = None,
 ) -> World:
-    """Responses of LENGTH tokens drawn by the oracle, the settings in turn."""
+    """Responses of LENGTH tokens drawn by the oracle, the settings in turn, from logits of `bits` significant bits."""
     rng = np.random.default_rng(seed)
     model = model or TwoTables.made(5)
     responses = []
@@ -167,6 +172,7 @@ def draw_world(
         b, m, sets = [], [], []
         for _ in range(LENGTH):
             z = model.last_VV[ids[-1]] + model.before_VV[ids[-2]]
+            z = z if bits is None else _rounded(z, bits)
             kept = reference.truncate(reference.process(z, ids[:PROMPT], ids[PROMPT:], params), params)
             token = reference.draw(kept, rng.random())
             b.append(kept.logprobs[kept.kept_ids.tolist().index(token)])
@@ -189,6 +195,11 @@ def draw_world(
             )
         )
     return World(responses, model)
+
+
+def _rounded(values: np.ndarray, bits: int) -> np.ndarray:
+    mantissa, exponent = np.frexp(values)
+    return np.ldexp(np.round(mantissa * 2.0**bits) / 2.0**bits, exponent)
 
 
 FAULTS_OF_B = (

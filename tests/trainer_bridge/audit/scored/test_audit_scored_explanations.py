@@ -85,9 +85,27 @@ def noisy(world: Any, size: float, *, seed: int = 1) -> Any:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_path_that_differs_as_bfloat16_does_is_no_finding(scored: Any, seed: int) -> None:
     outcome = counted(scored, noisy(scored.draw(7 + seed, 24), 0.04, seed=seed)).outcome()
-    assert not [found for found in outcome.evidence if found.test is None]
-    for test in outcome.tests:
-        assert test.p_value > 1e-6 or test.effect < test.effect_bound
+    assert not standing(outcome)
+
+
+@pytest.mark.parametrize("sharp", [0, 14], ids=["all alike", "most of them nearly certain"])
+def test_logits_rounded_as_bfloat16_are_no_finding(scored: Any, sharp: int) -> None:
+    """Even where most responses are so certain that little of it shows, and the others stand out."""
+    model = scored.TwoTables.made(5)
+    certain = scored.TwoTables(model.last_VV * 4, model.before_VV)
+    drawn = [scored.draw(30, sharp, model=certain, bits=8), scored.draw(31, 20 - sharp, model=model, bits=8)]
+    check = Explanations(AuditOptions())
+    for world in drawn:
+        if world.responses:
+            check.merge(counted(scored, world))
+    assert sum(number for number, _ in check.counts.fits.values()) >= 6
+    assert not standing(check.outcome())
+
+
+def standing(outcome: Outcome) -> list[FindingKind]:
+    """Evidence that is left when tests are decided."""
+    rejected = {t.name for t in outcome.tests if t.p_value < 1e-6 and t.effect >= t.effect_bound}
+    return [found.kind for found in outcome.evidence if found.test is None or found.test in rejected]
 
 
 @pytest.mark.parametrize(
@@ -100,19 +118,29 @@ def test_a_fault_is_named_beside_a_path_that_differs_as_bfloat16_does(
     faulty = noisy(scored.plant(noisy(clean, 0.04), kind, rows), 0.01)
     check = counted(scored, noisy(scored.draw(4, 40), 0.04))
     check.merge(counted(scored, replace(faulty, responses=[faulty.responses[row] for row in rows])))
-    assert [(found.kind, found.responses) for found in check.outcome().evidence if found.test is None] == [(kind, 2)]
+    assert standing(check.outcome()) == [kind]
 
 
 def test_a_b_that_nothing_explains_is_a_mismatch_where_others_are_right(
     scored: Any, clean: Any, honest: Explanations
 ) -> None:
+    rows = [3, 7, 11]
+    rng = np.random.default_rng(4)
     spoilt = clean.with_b(
-        [3], lambda row, at: float(clean.responses[row].behavior_logprobs[at]) * (1.3 + 0.5 * (at % 3))
+        rows, lambda row, at: float(clean.responses[row].behavior_logprobs[at]) - 0.2 - 0.5 * rng.random()
     )
     check = copy.deepcopy(honest)
-    check.merge(counted(scored, replace(spoilt, responses=spoilt.responses[3:4])))
-    (found,) = check.outcome().evidence
-    assert (found.kind, found.responses, found.test) == (FindingKind.LOGPROB_MISMATCH, 1, None)
+    check.merge(counted(scored, replace(spoilt, responses=[spoilt.responses[row] for row in rows])))
+    assert standing(check.outcome()) == [FindingKind.LOGPROB_MISMATCH]
+    assert check.outcome().evidence[0].responses == 3
+
+
+def test_a_wild_b_is_a_mismatch_though_a_few_tokens_carry_the_mean_ratio(scored: Any, clean: Any) -> None:
+    rng = np.random.default_rng(4)
+    spoilt = clean.with_b(
+        range(16), lambda row, at: float(clean.responses[row].behavior_logprobs[at]) + 3 * rng.normal()
+    )
+    assert standing(counted(scored, spoilt).outcome()) == [FindingKind.LOGPROB_MISMATCH]
 
 
 def test_a_b_that_nothing_explains_anywhere_is_a_mismatch_if_the_mean_ratio_says_so(scored: Any) -> None:

@@ -18,6 +18,7 @@ from keptset.trainer_bridge.audit.checks.explanations import Explanations
 from keptset.trainer_bridge.audit.checks.ratios import Ratios
 from keptset.trainer_bridge.audit.checks.support_drift import SupportDrift
 from keptset.trainer_bridge.audit.checks.unit_mean import UnitMean
+from keptset.trainer_bridge.audit.mean_ratio import MeanRatio
 from keptset.trainer_bridge.audit.options import AuditOptions
 from keptset.trainer_bridge.audit.recorded_logprobs import RecordedScorer
 from keptset.trainer_bridge.audit.refusals import MAX_REASONS, OTHER, add_reasons
@@ -232,6 +233,22 @@ def test_a_mean_that_a_few_tokens_carry_is_not_tested(scored: Any, clean: Any) -
     check.add(audited(scored, clean, {5: clean.model.moved(17, 3.0)}))
     outcome = check.outcome()
     assert not outcome.tests and "carry the mean ratio" in outcome.not_tested[0].reason
+
+
+def test_the_capped_mean_is_never_above_one_for_honest_draws_and_tells_wild_ones() -> None:
+    rng = np.random.default_rng(5)
+    size = 2.5
+    honest = rng.normal(-(size**2) / 2, size, 100_000)  # E[exp(d)] = 1, carried by a few
+    wild = rng.normal(0, size, 1000)
+    sums = MeanRatio()
+    sums.add(honest)
+    assert sums.obstacle() is not None
+    sums = MeanRatio()
+    sums.add(wild)
+    assert sums.obstacle() is None
+    test = sums.test("wild")
+    assert test.p_value < 1e-9
+    assert test.effect == pytest.approx(np.minimum(np.exp(wild), 4).mean() - 1, abs=1e-6)
 
 
 def test_mass_that_leaves_the_sets_is_told_with_its_versions_and_equal_weights_are_not(scored: Any, clean: Any) -> None:
