@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from keptset.schemas.findings import FindingKind, Severity
+from keptset.schemas.errors import DamagedFile
+from keptset.schemas.findings import Example, FindingKind, Severity
 from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.schemas.sampling_params import KnownParams, SamplingParams
 from keptset.schemas.storage.spool import SpoolWriter
@@ -18,7 +19,9 @@ from keptset.trainer_bridge import reference
 from keptset.trainer_bridge.audit import AuditOptions, AuditReport, audit
 from keptset.trainer_bridge.audit.advice import ADVICE
 from keptset.trainer_bridge.audit.exact_sum import ExactSum
+from keptset.trainer_bridge.audit.examples import FirstExamples
 from keptset.trainer_bridge.audit.folding import EXPLAINS
+from keptset.trainer_bridge.audit.pieces import pieces
 from keptset.trainer_bridge.audit.reading.key_table import KeyTable
 from keptset.trainer_bridge.audit.settings import setting_names
 
@@ -202,3 +205,34 @@ def test_every_kind_has_advice_and_no_cause_explains_itself() -> None:
     for cause, symptoms in EXPLAINS.items():
         assert cause not in symptoms
         assert all(cause not in EXPLAINS.get(symptom, frozenset()) for symptom in symptoms)
+
+
+def test_examples_are_the_first_in_the_order_of_reading_whatever_comes_first() -> None:
+    def place(unit: int, row: int) -> tuple[tuple[int, int, int], Example]:
+        return (unit, row, -1), Example(rollout_id=f"{unit}-{row}", position=None, detail="")
+
+    late, early = FirstExamples(), FirstExamples()
+    for at in (place(1, 0), place(0, 9), place(1, 1), place(2, 0)):
+        late.add(*at)
+    for at in (place(0, 3), place(0, 1)):
+        early.add(*at)
+    late.merge(early)
+    assert [example.rollout_id for example in late.examples] == ["0-1", "0-3", "0-9"]
+
+
+def test_what_was_read_before_an_error_is_worked_on_before_it_is_raised(batch: RolloutBatch) -> None:
+    def batches() -> Iterator[RolloutBatch]:
+        yield batch.slice(0, 2)
+        yield batch.slice(2, 2)
+        raise DamagedFile("here")
+
+    seen = []
+    with pytest.raises(DamagedFile, match="here"):
+        for piece in pieces(batches()):
+            seen.append(len(piece))
+    assert seen == [4]
+
+
+def test_batches_of_other_columns_are_not_joined(batch: RolloutBatch, honest: Callable[..., RolloutBatch]) -> None:
+    other = honest(2, first=50, extra={"x_note": "mine"})
+    assert [len(piece) for piece in pieces([batch, batch.slice(0, 1), other])] == [31, 2]

@@ -62,8 +62,8 @@ class Draws(Check):
         if self._counts is None or count < FEWEST:
             reason = (
                 "it needs whole kept distributions (kept_logprobs, recorded on a share of the responses) with at least "
-                f"{FEWEST} sampled tokens that had a choice, in responses without an error that repeat no other's id or "
-                f"seed; there are {count}"
+                f"{FEWEST} sampled tokens that had a choice, in responses without an error that repeat no other's id "
+                f"or seed; there are {count}"
             )
             return Outcome(not_tested=(NotTested(check=NAME, reason=reason),))
         d = distance(self._counts)
