@@ -11,7 +11,8 @@ next, of what is left. The second is the rule of SEMANTICS 6, pair by pair: the 
 a named fault fits at all joins it.
 
 What is left is a path or a fault that has no name, and size does not tell them apart. Over an honest path the ratios
-exp(expected - b) have mean 1 within each group; `logprob_mismatch` stands on the test of that.
+exp(expected - b) have mean 1 within each group; `logprob_mismatch` stands on the test of that. Responses that
+contradict themselves are left to what validation says of them.
 """
 
 from __future__ import annotations
@@ -162,7 +163,8 @@ def decide(counts: FitCounts) -> Decision:
     left = {name: _join(fits, counts, named) for name, fits in rest.items()}
     unexplained = []
     for name in ("alike", "apart"):
-        tally = counts.tally((fit for fit in left[name] if residual_of(fit.bin) > MISMATCH_FLOOR), Tally())
+        asking = (fit for fit in left[name] if residual_of(fit.bin) > MISMATCH_FLOOR and not fit.errors)
+        tally = counts.tally(asking, Tally())
         if tally.responses:
             unexplained.append((name, tally))
     return Decision(median_bin=_median({CLEAN: counts.clean, **bins}), named=named, unexplained=tuple(unexplained))

@@ -92,7 +92,7 @@ class Explanations(Check):
             fit, best = _fit(one, tokens, scores, frozenset(kind for kind in _ERRORS if row in errors[kind]))
             self.counts.add(fit, len(one.at_A))
             ratios = ratio_T[one.tokens]
-            if not one.few and tokens.logprob_domain_B[one.row] == LogprobDomain.KEPT.value:
+            if not (one.few or fit.errors) and tokens.logprob_domain_B[one.row] == LogprobDomain.KEPT.value:
                 self.mean_ratios.setdefault(fit.bin, MeanRatio()).add(ratios[np.isfinite(ratios)])
             self._show(batch, row, one, fit, best, expected_T)
 

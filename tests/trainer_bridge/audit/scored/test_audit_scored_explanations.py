@@ -137,9 +137,12 @@ def test_a_b_that_nothing_explains_is_a_mismatch_where_others_are_right(
 
 def test_a_wild_b_is_a_mismatch_though_a_few_tokens_carry_the_mean_ratio(scored: Any, clean: Any) -> None:
     rng = np.random.default_rng(4)
-    spoilt = clean.with_b(
-        range(16), lambda row, at: float(clean.responses[row].behavior_logprobs[at]) + 3 * rng.normal()
-    )
+
+    def wild(row: int, at: int) -> float:
+        b = float(clean.responses[row].behavior_logprobs[at])
+        return b and -abs(b + 3 * rng.normal())
+
+    spoilt = clean.with_b(range(16), wild)
     assert standing(counted(scored, spoilt).outcome()) == [FindingKind.LOGPROB_MISMATCH]
 
 
@@ -211,3 +214,11 @@ def test_tokens_of_versions_that_are_not_at_hand_are_not_judged(scored: Any, cle
     outcome = counted(scored, scored.plant(clean, FindingKind.FULL_VOCABULARY, range(16)).with_versions(8)).outcome()
     assert not outcome.evidence
     assert f"for {16 * 24} tokens" in outcome.not_tested[0].reason
+
+
+def test_a_response_whose_tokens_lie_outside_their_sets_is_left_to_validation(scored: Any, clean: Any) -> None:
+    def without(row: int) -> list[list[int]]:
+        sets, tokens = scored.sets_of(clean.responses[row]), clean.responses[row].token_ids
+        return [[i for i in s if i != tokens[at]] or [int(tokens[at] + 1) % 48] for at, s in enumerate(sets)]
+
+    assert counted(scored, clean.with_sets([2, 3], without)).outcome() == Outcome()
