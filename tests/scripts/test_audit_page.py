@@ -108,7 +108,7 @@ def test_everything_the_audit_says_is_on_the_page(page: str, audit_report: Audit
         "truncation l over the vocabulary less l over the kept set: the trainer's log kept mass −0.105 0.105",
         "2.3 × 10⁻⁶ on average (p99 1.1 × 10⁻⁵)",
         "1,000 responses, 48,000 tokens (47,512 sampled), 512,345 kept ids in 12 files.",
-        "w-00000003.open batch 4: checksum differs",
+        "w-00000003.open : batch 4: checksum differs",
         "model_id Tiny-1M, engine keptset, engine_version 9.8.7",
         "stop 903, length 97",
         "largest mean |log ratio|: 0.83",
@@ -218,6 +218,55 @@ def test_a_heat_map_is_as_dark_as_the_share_of_its_column(audit_report: AuditRep
         ("1.000", "positions 1 to 9, |log ratio| 0 to 0.1: 999 tokens, 99.9% of those there"),
         ("0.080", "positions 1 to 9, |log ratio| 0.1 to 1: 1 token, 0.1% of those there"),
     ]
+
+
+def test_the_plot_of_the_draws_tells_densities_beside_the_band_of_honest_ones() -> None:
+    histogram = Histogram(edges=(0.0, 0.25, 0.5, 0.75, 1.0), counts=(1000, 1000, 1500, 500))
+    figure = audit_charts.pit(histogram, ident="x")
+    assert figure is not None
+    told = re.findall(r"<title>u ([\d.]+) to ([\d.]+): density ([\d.]+), ([\d,]+) tokens</title>", figure)
+    assert [(float(density), count) for _, _, density, count in told] == [
+        (1.0, "1,000"), (1.0, "1,000"), (1.5, "1,500"), (0.5, "500"),
+    ]  # fmt: skip
+    (band,) = re.findall(r'<rect [^>]*y="([\d.]+)"[^>]*height="([\d.]+)" fill="var\(--band\)', figure)
+    (line,) = re.findall(r'points="[\d.]+,([\d.]+) [\d.]+,([\d.]+)" fill="none" stroke="var\(--ink\)"', figure)
+    assert line[0] == line[1]
+    assert float(band[0]) + float(band[1]) / 2 == pytest.approx(float(line[0]), abs=0.02)
+    bars = [
+        float(y) for y in re.findall(r'y="([\d.]+)" width="[\d.]+" height="[\d.]+" fill="var\(--kept-set\)', figure)
+    ]
+    scale = (bars[3] - bars[2]) / 1.0
+    assert float(band[1]) == pytest.approx(2 * 3 * math.sqrt(0.25 * 0.75 / 4000) / 0.25 * scale, rel=0.01)
+
+
+def test_drift_puts_each_version_at_its_place_with_its_error(audit_report: AuditReport) -> None:
+    rows = tuple(
+        replace(audit_report.versions[0], version=version, mean_ratio=ratio, ratio_std_error=0.01)
+        for version, ratio in ((10, 0.9), (12, 1.0), (20, 1.1))
+    )
+    unknown = replace(rows[0], version=None, mean_ratio=7.0)
+    missing = replace(rows[0], version=15, mean_ratio=None)
+    figure = audit_charts.drift(
+        (unknown, rows[0], rows[1], missing, rows[2]),
+        lambda row: row.mean_ratio,
+        ident="x",
+        title="mean ratio",
+        honest=1.0,
+        error=lambda row: row.ratio_std_error,
+    )
+    assert figure is not None
+    dots = [(float(x), float(y)) for x, y in re.findall(r'cx="([\d.]+)" cy="([\d.]+)" r="3.2"', figure)]
+    assert [x for x, _ in dots] == pytest.approx([50, 50 + 342 * 0.2, 392], abs=0.02)
+    assert dots[0][1] - dots[1][1] == pytest.approx(dots[1][1] - dots[2][1], abs=0.02)
+    (low, high) = re.findall(r'y1="([\d.]+)" y2="([\d.]+)" stroke="var\(--kept-set\)"', figure)[0]
+    assert float(low) - float(high) == pytest.approx((dots[0][1] - dots[1][1]) / 0.1 * 0.04, abs=0.05)
+    assert "version 12: 1 ± 0.02" in figure and "version None" not in figure
+    assert audit_charts.drift(rows[:1], lambda row: row.mean_ratio, ident="x", title="t") is None
+
+
+def test_sizes_of_one_are_told_as_one() -> None:
+    figure = audit_charts.kept_sizes(Histogram(edges=(1.0, 2.0, 4.0), counts=(3, 1)), ident="x")
+    assert figure is not None and "|K| 1: 3 tokens, 75.0%" in figure and "|K| 2 to 3: 1 token, 25.0%" in figure
 
 
 def test_budget_bars_point_where_their_sign_says(audit_report: AuditReport) -> None:

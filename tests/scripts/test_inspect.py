@@ -169,9 +169,13 @@ def test_a_response_that_is_wrong_is_shown_as_it_stands(
     assert run(tmp_path / "bad", "--row", 0, "--json")[0] == 1
 
 
-def test_an_archive_is_read_too(run: Run, batch: RolloutBatch, tmp_path: Path) -> None:
+def test_an_archive_is_read_too_and_its_rows_follow_those_before(
+    run: Run, spool: Path, batch: RolloutBatch, tmp_path: Path
+) -> None:
     write_archive([batch], tmp_path / "a.parquet")
     assert run(tmp_path / "a.parquet", "--rollout-id", "r2")[1].startswith("r2\nrow 2, ")
+    assert run(spool, tmp_path / "a.parquet", "--row", 6)[1].startswith("r2\nrow 6, ")
+    assert "also stands in row 6" in run(spool, tmp_path / "a.parquet", "--rollout-id", "r2")[1]
 
 
 @pytest.mark.parametrize(
