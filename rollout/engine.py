@@ -151,16 +151,20 @@ class RolloutEngine:
         self.passes += 1
         with paddle.no_grad():
             hidden_TH = self.decoder.forward(work.token_ids_T, work.segments, self._room.cache)
+            self._share_prompts()  # before a draw that may be the source's last
             return self._draw(work, hidden_TH)
 
     def advance(self, seconds: float) -> RolloutBatch | None:
-        """Steps until `seconds` have passed or nothing is left to do; what ended meanwhile, None where nothing did."""
+        """Steps, at least one, until `seconds` have passed or nothing is left to do.
+
+        Returns what ended meanwhile, None where nothing did.
+        """
         builder, begin = BatchBuilder(self.identity), time.monotonic()
-        while self.unfinished and time.monotonic() - begin < seconds:
+        while self.unfinished:
             ended = self.step()
             for response in ended:
                 builder.add(response)
-            if self._paused and not ended:
+            if time.monotonic() - begin >= seconds or (self._paused and not ended):
                 break
         return builder.build() if len(builder) else None
 
@@ -217,13 +221,14 @@ class RolloutEngine:
             if running == "requeue" or slot.known == slot.prompt_length:
                 self._processors.close(index)
                 self._recorder.discard(index)
-                self._room.release(index)
+                self._room.release(index, clear=True)
                 self._slots[index] = None
                 self._waiting.appendleft(slot.request)
                 continue
             self._recorder.note_kv_policy(index, "kept" if cache == "keep" else "recomputed")
             if cache == "recompute":
                 slot.cached = 0
+                self._room.clear([index])
 
     def _admit(self) -> None:
         for index, slot in enumerate(self._slots):
@@ -329,7 +334,7 @@ class RolloutEngine:
         slot = self._slots[index]
         assert slot is not None
         self._slots[index] = None
-        self._room.release(index)
+        self._room.release(index, clear=reason not in ("stop", "length"))
         self._processors.close(index)
         self._forget_seed(slot.request)
         return self._recorder.close(index, reason, error)

@@ -53,9 +53,16 @@ class KvRoom:
         self._length[slot] = length
         return True
 
-    def release(self, slot: int) -> None:
-        """The slot's sequence is over."""
+    def release(self, slot: int, *, clear: bool) -> None:
+        """The slot's sequence is over. `clear`: no draw has shown what it leaves behind to be finite."""
+        if clear:
+            self.clear([slot])
         del self._row[slot], self._length[slot]
+
+    def clear(self, slots: Sequence[int]) -> None:
+        """What these slots hold is worth nothing any more."""
+        if slots:
+            self.cache.clear([self._row[slot] for slot in slots])
 
     def copy(self, source: int, targets: Sequence[int]) -> None:
         """Give slots `targets` what slot `source` holds."""

@@ -133,8 +133,12 @@ class Recorder:
         return tokens
 
     def note_kv_policy(self, slot: int, policy: str) -> None:
-        """Weights changed while this response was under way; what became of its cache."""
-        self._kv_policy[slot] = policy
+        """Weights changed while this response was under way; what became of its cache.
+
+        "kept" stays, whatever comes later: tokens were drawn since with a cache of several versions.
+        """
+        if self._kv_policy[slot] != "kept":
+            self._kv_policy[slot] = policy
 
     def kv_policy(self, slot: int) -> str:
         """What is noted of this response's cache."""

@@ -153,6 +153,18 @@ class KVCache:
             paddle.scatter_(self._values[i], value_rows, paddle.tile(values, [len(targets), 1]))
         self.lengths_S[np.asarray(targets)] = self.lengths_S[source]
 
+    def clear(self, slots: Sequence[int]) -> None:
+        """Leave nothing of these sequences: a hidden NaN or infinity would still spoil the products, as 0 times it."""
+        rows = self.kv_heads * self.allocated
+        value_rows = np.add.outer(np.asarray(slots) * rows, np.arange(rows)).reshape(-1)
+        key_items = np.add.outer(value_rows * self.head_dim, np.arange(self.head_dim)).reshape(-1)
+        keys, values = self._index(key_items), self._index(value_rows)
+        for i in range(self.num_layers):
+            paddle.scatter_(self._keys[i], keys, _zeros(self._keys[i], len(key_items)))
+            nothing = _zeros(self._values[i], len(key_items)).reshape([-1, self.head_dim])
+            paddle.scatter_(self._values[i], values, nothing)
+        self.lengths_S[np.asarray(slots)] = 0
+
     def take_over(self, other: KVCache, rows: Sequence[int]) -> None:
         """Hold what slots `rows` of another cache hold, in the first slots of this empty one."""
         index = np.asarray(rows, np.int64)
@@ -167,7 +179,7 @@ class KVCache:
             moved_values = paddle.gather(values, self._index(index))[:, :, :width].reshape([-1, width * self.head_dim])
             keys = _longer(moved_keys, self.allocated).reshape([-1])
             values = _longer(moved_values, self.allocated * self.head_dim).reshape([-1])
-            empty = paddle.zeros([(self.slots - len(rows)) * columns * self.allocated], keys.dtype)
+            empty = _zeros(keys, (self.slots - len(rows)) * columns * self.allocated)
             self._keys[i] = paddle.concat([keys, empty])
             self._values[i] = paddle.concat([values, empty]).reshape([-1, self.head_dim])
         self.lengths_S[: len(rows)] = other.lengths_S[index]
@@ -183,4 +195,11 @@ def whole_blocks(length: int) -> int:
 
 def _longer(rows: paddle.Tensor, columns: int) -> paddle.Tensor:
     """Rows continued with zeros."""
-    return paddle.concat([rows, paddle.zeros([rows.shape[0], columns - rows.shape[1]], rows.dtype)], axis=1)
+    number, extra = rows.shape[0], columns - rows.shape[1]
+    return paddle.concat([rows, _zeros(rows, number * extra).reshape([number, extra])], axis=1)
+
+
+def _zeros(like: paddle.Tensor, count: int) -> paddle.Tensor:
+    """So many zeros of a tensor's dtype, where it is: `paddle.zeros` would put them on the current device."""
+    first = like.flatten()[:1]
+    return paddle.zeros_like(first).expand([count]) if count else first[:0]

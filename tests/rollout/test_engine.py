@@ -162,6 +162,50 @@ def test_a_request_whose_logits_are_nan_fails_alone():
     assert "NaN" in batch.column("error").to_pylist()[1]
 
 
+@pytest.fixture(scope="module")
+def spoilt():
+    """A decoder that has NaN where token 7 stands in a prompt."""
+    spoilt = load_decoder(FOLDER)
+    weights = spoilt.weights()
+    embedding = weights["model.embed_tokens.weight"].numpy()
+    embedding[7] = np.nan
+    spoilt.load_weights({**weights, "model.embed_tokens.weight": paddle.to_tensor(embedding)})
+    return spoilt
+
+
+LIMITED = SamplingParams(max_new_tokens=3, allowed_token_ids=(*range(7), *range(8, 20)))
+SPOILING = Request(prompt_id="bad", prompt_token_ids=np.array([1, 2, 7, 4, 7, 5, 7, 6], np.int32), params=LIMITED)
+SHORT = Request(prompt_id="good", prompt_token_ids=np.array([1, 2], np.int32), params=LIMITED)
+
+
+def test_a_request_that_failed_leaves_nothing_in_the_memory_of_the_next_one(spoilt):
+    batch = RolloutEngine(spoilt, EngineConfig(slots=1)).generate([SPOILING, SHORT])
+    assert batch.column("finish_reason").to_pylist() == ["error", "length"]
+
+
+def test_a_request_that_was_aborted_before_a_draw_leaves_nothing_either(spoilt):
+    engine = RolloutEngine(spoilt, EngineConfig(slots=1, prefill_tokens=5))
+    engine.submit(SPOILING)
+    engine.step()
+    assert engine.abort(engine._slots[0].request.rollout_id)
+    engine.submit(SHORT)
+    assert engine.advance(60).column("finish_reason").to_pylist() == ["abort", "length"]
+
+
+@pytest.mark.parametrize("running", ["continue", "requeue"])
+def test_bad_weights_are_over_with_the_next_ones(spoilt, decoder, running):
+    """A response that was under way in a long prompt when good weights came back ends well."""
+    engine = RolloutEngine(load_decoder(FOLDER), EngineConfig(slots=1, prefill_tokens=5))
+    engine.submit(replace(SPOILING, params=replace(LIMITED, max_new_tokens=6)))
+    while not engine.tokens_drawn:
+        engine.step()
+    engine.update_weights(1, spoilt.weights(), running=running)
+    engine.step()
+    engine.update_weights(2, decoder.weights(), running=running)
+    (response,) = engine.advance(60).arrow.to_pylist()
+    assert response["finish_reason"] == "length" and len(response["token_ids"]) == 6
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -205,6 +249,12 @@ def test_no_truncation_records_b_as_the_full_log_probability(decoder):
     for t, token in enumerate(tokens):
         row = logits[len(prompt) + t - 1]
         assert abs(batch.behavior_logprobs.values[t] - (row[token] - reference.logsumexp(row))) < 2e-5
+
+
+def test_a_turn_of_no_time_is_one_step(decoder):
+    engine = RolloutEngine(decoder)
+    engine.submit(requests(1)[0])
+    assert engine.advance(0.0) is None and engine.passes == 1
 
 
 def test_an_engine_whose_step_failed_says_so_instead_of_waiting_forever(decoder, monkeypatch):

@@ -77,6 +77,14 @@ def test_a_group_computes_its_prompt_once_and_draws_as_if_alone(decoder, prefill
     assert [r["token_ids"] for r in rows(together)] == [rows(batch)[0]["token_ids"] for batch in alone]
 
 
+def test_a_group_of_single_tokens_computes_its_prompt_once_too(decoder):
+    """Its first sample has ended by the time the others come to it."""
+    counted = Counted(decoder)
+    group = [ask(SamplingParams(top_k=30, max_new_tokens=1), sample_index=i) for i in range(4)]
+    RolloutEngine(counted, EngineConfig(slots=4)).generate(group)
+    assert counted.tokens == len(PROMPT) + 3
+
+
 LOOPS = SamplingParams(temperature=0.5, top_k=4, allowed_token_ids=(3, 4, 5), max_new_tokens=60, draft_tokens=5)
 """Three ids to choose from: what followed before often follows again."""
 
@@ -215,6 +223,17 @@ def test_tokens_after_an_update_carry_its_version_and_its_logits(cache):
         gaps.append(abs(reference.score(logits, row["kept_ids"][t], token, 1.0) - row["behavior_logprobs"][t]))
     assert max(gaps[:5]) < 2e-5
     assert (max(gaps[5:]) < 2e-5) == (cache == "recompute"), "kept keys and values are the old weights'"
+
+
+def test_what_was_drawn_from_a_kept_cache_says_so_whatever_comes_later():
+    engine = RolloutEngine(load_decoder(FOLDER), version=1)
+    engine.submit(ask(SamplingParams(top_k=20, max_new_tokens=6)))
+    for version, cache in ((2, "keep"), (3, "recompute")):
+        engine.step()
+        engine.step()
+        engine.update_weights(version, other_weights(engine.decoder), cache=cache)
+    (row,) = rows(engine.advance(60))
+    assert row["policy_versions"] == [1, 1, 2, 2, 3, 3] and row["kv_policy"] == "kept"
 
 
 def test_requeued_requests_start_again_under_the_new_weights(decoder):
