@@ -58,8 +58,8 @@ class AuditOptions:
     which has threads of its own."""
     family_level: float = FAMILY_LEVEL
     unguarded: bool = False
-    """Also take Parquet files without keptset's checksums, as other tools write them. A damaged one may end the
-    process."""
+    """Also take Parquet and Arrow files without keptset's checksums, as other tools write them. A damaged one may end
+    the process."""
     work: Path | None = None
     """A folder in which an audit keeps what it has done so far, so that an interrupted one goes on there."""
     progress: Callable[[Progress], None] | None = field(default=None, compare=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -25,14 +25,20 @@ from keptset.trainer_bridge.audit.report import AuditReport
 from keptset.trainer_bridge.audit.unit_audit import audit_unit
 from keptset.trainer_bridge.audit.usable_cores import usable_cores
 
+Spread = Callable[[Sequence[Unit], AuditOptions], Iterator[tuple[int, Partial]]]
+"""Works units and gives the sums of runs of them, in their order, each with how many units it is of."""
 _AHEAD = 2
 """Units handed out to each process at a time."""
 _WORTH_A_PROCESS = 4 * 2**20
 """Bytes of files for each; a process costs half a second to begin."""
 
 
-def audit(paths: Sequence[str | Path], options: AuditOptions | None = None) -> AuditReport:
+def audit(
+    paths: Sequence[str | Path], options: AuditOptions | None = None, *, spread: Spread | None = None
+) -> AuditReport:
     """Audit recorded rollouts: spool folders, archives, Arrow files, folders of these, globs, addresses.
+
+    `spread` works the units elsewhere than in processes of this machine.
 
     Errors: InvalidInput for settings; StorageError or SchemaError where there is nothing that can be read. Damaged
     files among others are named in the report.
@@ -42,11 +48,10 @@ def audit(paths: Sequence[str | Path], options: AuditOptions | None = None) -> A
     checkpoint = Checkpoint.of(planned, options)
     done, total = checkpoint.load() or (0, Partial.start(options))
     _tell(options, done, len(planned.units), total, checkpoint.note)
-    rest = planned.units[done:]
     try:
-        for partial in _partials(rest, options):
+        for units, partial in (spread or _over_processes)(planned.units[done:], options):
             total.merge(partial)
-            done += 1
+            done += units
             checkpoint.save(done, total)
             _tell(options, done, len(planned.units), total)
     except KeyboardInterrupt:
@@ -62,12 +67,12 @@ def _tell(options: AuditOptions, done: int, units: int, total: Partial, note: st
         options.progress(Progress(units_done=done, units_total=units, tokens=total.tokens, note=note))
 
 
-def _partials(units: Sequence[Unit], options: AuditOptions) -> Iterator[Partial]:
-    """The units' partial aggregates, in their order."""
+def _over_processes(units: Sequence[Unit], options: AuditOptions) -> Iterator[tuple[int, Partial]]:
+    """`Spread` over this machine."""
     workers = _workers(units, options)
     if workers == 1:
         for unit in units:
-            yield audit_unit(unit, options)
+            yield 1, audit_unit(unit, options)
         return
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker)
@@ -77,9 +82,9 @@ def _partials(units: Sequence[Unit], options: AuditOptions) -> Iterator[Partial]
         for unit in units:
             pending.append(pool.submit(audit_unit, unit, asked))
             if len(pending) >= _AHEAD * workers:
-                yield pending.popleft().result()
+                yield 1, pending.popleft().result()
         while pending:
-            yield pending.popleft().result()
+            yield 1, pending.popleft().result()
     except BrokenProcessPool as error:
         raise KeptsetError(
             "a process of the audit ended before its work did: it was killed, perhaps for memory, or could not begin; "

@@ -111,8 +111,15 @@ def test_plain_arrow_files_of_the_schema_are_read(batch: RolloutBatch, tmp_path:
     with make(str(path), batch.arrow.schema) as writer:
         for begin in range(0, 20, 5):
             writer.write_batch(batch.arrow.slice(begin, 5))
-    report = audit([path], ALONE)
+    with pytest.raises(DamagedFile, match="to audit files of other writers unchecked, say so"):
+        audit([path], ALONE)
+    report = audit([path], AuditOptions(workers=1, unguarded=True))
     assert (report.totals.responses, report.findings) == (20, ())
+
+
+def test_a_spool_file_under_another_name_needs_no_leave(spool: Path) -> None:
+    (spool / "writer-00000000.arrow").rename(spool / "monday.feather")
+    assert responses(spool / "monday.feather") == 10
 
 
 def test_parquet_of_another_writer_is_read_if_it_is_said_to_be_one(batch: RolloutBatch, tmp_path: Path) -> None:
@@ -201,10 +208,10 @@ def test_arrow_files_that_are_no_rollouts_are_named(spool: Path) -> None:
     table = pa.table({"a": [1]})
     with pa.ipc.new_file(str(spool / "other.feather"), table.schema) as writer:
         writer.write_table(table)
-    report = audit([spool], ALONE)
+    report = audit([spool], AuditOptions(workers=1, unguarded=True))
     assert report.totals.responses == 20 and "schema_version" in report.totals.damaged_files[0].detail
     with pytest.raises(SchemaError, match="schema_version"):
-        audit([spool / "other.feather"], ALONE)
+        audit([spool / "other.feather"], AuditOptions(workers=1, unguarded=True))
 
 
 def test_a_file_that_may_not_be_read_is_named(spool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +223,15 @@ def test_a_file_that_may_not_be_read_is_named(spool: Path, monkeypatch: pytest.M
     (spool / "moved").unlink()
     with pytest.raises(StorageError, match="cannot read"):
         find_inputs([spool])
+
+
+def test_a_file_that_changes_while_it_is_worked_on_is_named_and_not_read(spool: Path) -> None:
+    from keptset.trainer_bridge.audit import audit_unit
+
+    planned = plan([spool], ALONE)
+    damage(spool / "writer-00000000.arrow")
+    partial = audit_unit(planned.units[0], ALONE)
+    assert partial.responses == 0 and "changed while it was audited" in next(iter(partial.damaged.values()))
 
 
 def test_a_file_that_is_gone_by_the_time_it_is_worked_on_is_named(spool: Path) -> None:

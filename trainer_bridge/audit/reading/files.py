@@ -54,7 +54,7 @@ def scan(file: InputFile, columns: Sequence[str], *, unguarded: bool) -> Iterato
         elif file.format is Format.OPEN:
             yield from _scan_open(file, columns)
         else:
-            yield from _scan_ipc(file, columns)
+            yield from _scan_ipc(file, columns, unguarded=unguarded)
 
 
 def read(file: InputFile, first: int, last: int, *, start: int = 0, unguarded: bool = False) -> Iterator[RolloutBatch]:
@@ -80,10 +80,15 @@ def _local_copy(file: InputFile) -> Iterator[Path]:
         yield path
 
 
-def _scan_ipc(file: InputFile, columns: Sequence[str]) -> Iterator[Part]:
+def _scan_ipc(file: InputFile, columns: Sequence[str], *, unguarded: bool) -> Iterator[Part]:
     with _local_copy(file) as path:
         if file.format is Format.PUBLISHED:
             check_guard(path, file.shown)
+        elif not unguarded:
+            try:
+                check_guard(path, file.shown)
+            except DamagedFile as error:
+                raise DamagedFile(f"{error}; to audit files of other writers unchecked, say so (unguarded)") from error
         with _reader(path, file, columns) as reader:
             for number in range(reader.num_record_batches):
                 batch = reader.get_batch(number)
@@ -91,6 +96,7 @@ def _scan_ipc(file: InputFile, columns: Sequence[str]) -> Iterator[Part]:
 
 
 def _ipc(file: InputFile, first: int, last: int) -> Iterator[RolloutBatch]:
+    _require_unchanged(file)
     with _local_copy(file) as path, _reader(path, file, None) as reader:
         for number in range(first, last):
             if file.format is Format.PUBLISHED:
@@ -100,6 +106,15 @@ def _ipc(file: InputFile, first: int, last: int) -> Iterator[RolloutBatch]:
                 batch = reader.get_batch(number)
                 batch.validate(full=True)
             yield viewed(batch, file.shown)
+
+
+def _require_unchanged(file: InputFile) -> None:
+    """What was checked when the file was scanned must be what is read now. Errors: DamagedFile, OSError."""
+    if file.remote:
+        return
+    status = file.path.stat()
+    if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
+        raise DamagedFile(f"{file.shown} changed while it was audited; run again once nothing writes to it")
 
 
 class _Stream:

@@ -30,7 +30,7 @@ class Format(str, Enum):
     """A spool's, still being written."""
     PARQUET = "parquet"
     ARROW = "arrow"
-    """An IPC file or stream of another writer."""
+    """An IPC file or stream under another name than a spool's, or of another writer."""
 
 
 _BY_SUFFIX = {
