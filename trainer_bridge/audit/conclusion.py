@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from keptset.schemas.columns import Identity
+from keptset.schemas.errors import DamagedFile, SchemaError, StorageError
+from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.trainer_bridge.audit.checks import not_asked_for
 from keptset.trainer_bridge.audit.checks.worst import Worst, WorstPlace
 from keptset.trainer_bridge.audit.options import AuditOptions
 from keptset.trainer_bridge.audit.partial import Partial
-from keptset.trainer_bridge.audit.planning import Plan
+from keptset.trainer_bridge.audit.planning import Plan, Unit
 from keptset.trainer_bridge.audit.reading.files import read
 from keptset.trainer_bridge.audit.report import AuditReport, ShownResponse, Totals
 from keptset.trainer_bridge.audit.shown import shown_response
@@ -69,15 +72,21 @@ def _told(identity: Identity) -> dict[str, str]:
 
 
 def _shown(places: Sequence[WorstPlace], plan: Plan, options: AuditOptions) -> tuple[ShownResponse, ...]:
-    scorer = scorer_of(options)
     found: dict[WorstPlace, ShownResponse] = {}
     for number in {place.unit for place in places}:
-        unit, first_row = plan.units[number], 0
-        for batch in read(unit.file, unit.first, unit.last, start=unit.start, unguarded=options.unguarded):
-            for place in places:
-                if place.unit == number and first_row <= place.row < first_row + len(batch):
-                    one = batch.slice(place.row - first_row, 1)
-                    scores = None if scorer is None else scorer.score(one).kept_T
-                    found[place] = shown_response(one, 0, reason=place.reason, scores=scores)
-            first_row += len(batch)
+        # What cannot be read a second time is not shown; it was counted all the same.
+        with contextlib.suppress(DamagedFile, SchemaError, StorageError):
+            for place, one in _rows(plan.units[number], [p for p in places if p.unit == number], options):
+                scorer = scorer_of(options)
+                scores = None if scorer is None else scorer.score(one).kept_T
+                found[place] = shown_response(one, 0, reason=place.reason, scores=scores)
     return tuple(found[place] for place in places if place in found)
+
+
+def _rows(unit: Unit, places: Sequence[WorstPlace], options: AuditOptions) -> Iterator[tuple[WorstPlace, RolloutBatch]]:
+    first_row = 0
+    for batch in read(unit.file, unit.first, unit.last, start=unit.start, unguarded=options.unguarded):
+        for place in places:
+            if first_row <= place.row < first_row + len(batch):
+                yield place, batch.slice(place.row - first_row, 1)
+        first_row += len(batch)
