@@ -73,7 +73,7 @@ class LogHistogram:
 
 @dataclass
 class SizeHistogram:
-    """Counts of set sizes: exact up to 1024, log-spaced above.
+    """Counts of set sizes: exact up to 1024, log-spaced above, and never beyond the largest.
 
     >>> sizes = SizeHistogram()
     >>> sizes.add(np.array([1, 1, 5]))
@@ -85,6 +85,7 @@ class SizeHistogram:
     large: LogHistogram = field(default_factory=LogHistogram)
     total: int = 0
     """Sum of the sizes."""
+    largest: int = 0
 
     @property
     def count(self) -> int:
@@ -96,11 +97,13 @@ class SizeHistogram:
         self.small += np.bincount(sizes[is_small], minlength=len(self.small))
         self.large.add(sizes[~is_small].astype(np.float64))
         self.total += int(sizes.sum())
+        self.largest = max(self.largest, int(sizes.max(initial=0)))
 
     def merge(self, other: SizeHistogram) -> None:
         self.small += other.small
         self.large.merge(other.large)
         self.total += other.total
+        self.largest = max(self.largest, other.largest)
 
     def mean(self) -> float | None:
         return self.total / self.count if self.count else None
@@ -116,4 +119,4 @@ class SizeHistogram:
         rank, num_small = max(1, math.ceil(q * self.count)), int(self.small.sum())
         if rank <= num_small:
             return float(np.searchsorted(np.cumsum(self.small), rank))
-        return self.large.value_at_rank(rank - num_small)
+        return min(self.large.value_at_rank(rank - num_small), float(self.largest))

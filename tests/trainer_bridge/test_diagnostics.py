@@ -281,6 +281,15 @@ def test_size_quantiles_are_exact_up_to_1024(sizes: np.ndarray, q: float) -> Non
     assert histogram.mean() == pytest.approx(sizes.mean())
 
 
+def test_a_size_is_never_told_larger_than_the_largest_that_was_counted() -> None:
+    whole, other = SizeHistogram(), SizeHistogram()
+    whole.add(np.array([49_152, 49_152]))
+    other.add(np.array([3]))
+    for histogram in (whole, other):
+        histogram.merge(whole if histogram is other else SizeHistogram())
+    assert whole.quantile(0.5) == other.quantile(1.0) == 49_152
+
+
 def test_an_empty_size_histogram_has_no_data() -> None:
     empty = SizeHistogram()
     assert (empty.quantile(0.5), empty.mean(), empty.share_of(1)) == (None, None, None)
