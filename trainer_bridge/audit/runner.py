@@ -47,7 +47,8 @@ def audit(
     planned = plan(paths, options)
     checkpoint = Checkpoint.of(planned, options)
     done, total = checkpoint.load() or (0, Partial.start(options))
-    _tell(options, done, len(planned.units), total, checkpoint.note)
+    going_on = f"going on: {done} of {len(planned.units)} units of work are done already" if done else None
+    _tell(options, done, len(planned.units), total, checkpoint.note or going_on)
     try:
         for units, partial in (spread or _over_processes)(planned.units[done:], options):
             total.merge(partial)
