@@ -23,8 +23,6 @@ EFFECT_BOUND = 0.002
 """|mean ratio - 1| below which nothing is found."""
 MAX_SKEW = 0.1
 """Of the mean, by the third central moment. Five standard errors out the normal tail is then off by a factor of 8."""
-MIN_ESS = 0.25
-"""Effective share of the tokens, (sum w)^2 / (n sum w^2)."""
 CAP = 4.0
 """C."""
 FEWEST = 30
@@ -85,10 +83,6 @@ class MeanRatio:
     @property
     def _is_normal(self) -> bool:
         n, mean = self.count, self.e.total / self.count
-        squares = n + 2 * self.e.total + self.e2.total
-        ess = (n + self.e.total) ** 2 / (n * squares) if squares > 0 else 0.0
-        if ess < MIN_ESS:
-            return False
         if abs(mean) < EFFECT_BOUND:
             return True  # nothing is found whatever the tail
         second = self.e2.total - n * mean**2 + n * _ROUNDING

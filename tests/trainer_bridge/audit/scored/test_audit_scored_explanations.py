@@ -13,6 +13,7 @@ import pytest
 from keptset.schemas.findings import FindingKind
 from keptset.trainer_bridge.audit.check import Outcome
 from keptset.trainer_bridge.audit.checks.explanations import TEST, Explanations
+from keptset.trainer_bridge.audit.explained import Fit, FitCounts, bin_of, decide
 from keptset.trainer_bridge.audit.explanations import EXPLANATIONS
 from keptset.trainer_bridge.audit.options import AuditOptions
 from keptset.trainer_bridge.audit.token_scores import ModelScorer
@@ -222,3 +223,37 @@ def test_a_response_whose_tokens_lie_outside_their_sets_is_left_to_validation(sc
         return [[i for i in s if i != tokens[at]] or [int(tokens[at] + 1) % 48] for at, s in enumerate(sets)]
 
     assert counted(scored, clean.with_sets([2, 3], without)).outcome() == Outcome()
+
+
+def fit(residual: float, *kinds: FindingKind, well: bool = True, few: bool = False) -> Fit:
+    mask = sum(1 << EXPLANATIONS.index(kind) for kind in kinds)
+    return Fit(bin=bin_of(residual), well=mask if well else 0, at_all=mask, errors=frozenset(), few=few)
+
+
+def decided(*groups: tuple[Fit, int, int], clean: int = 0) -> dict[FindingKind, int]:
+    counts = FitCounts(clean=clean)
+    for one, responses, tokens in groups:
+        counts.add(one, tokens, responses)
+    return {kind: tally.responses for kind, tally in decide(counts).named.items()}
+
+
+def test_a_fault_needs_company_to_be_named() -> None:
+    raw, swapped = FindingKind.RAW_LOGITS, FindingKind.MASK_SWAPPED
+    noise = (fit(0.03), 100, 2000)
+    by_chance = (fit(0.03, raw), 4, 16)
+    assert decided(noise, by_chance) == {}
+    assert decided((fit(0.03, raw), 2, 11), clean=500) == {}
+    assert decided((fit(0.03, raw), 2, 13), clean=500) == {raw: 2}
+    # Further out than the rest: judged apart from it.
+    assert decided(noise, (fit(0.5, raw), 2, 40)) == {raw: 2}
+    assert decided(noise, (fit(0.2, raw), 2, 40)) == {}
+    # Half of the residual is enough where half of many responses lose it.
+    assert decided((fit(0.1, raw, well=False), 60, 1200), (fit(0.1), 40, 800)) == {raw: 60}
+    assert decided((fit(0.1, raw, well=False), 40, 800), (fit(0.1), 60, 1200)) == {}
+    assert decided((fit(0.1, raw, well=False), 7, 140)) == {}
+    # Of two that fit the same responses the one that fits more; short ones and bad fits join it.
+    both = (fit(0.1, raw, swapped), 5, 100)
+    assert decided(both, (fit(0.1, swapped), 5, 100)) == {swapped: 10}
+    joining = [(fit(0.1, swapped, few=True), 3, 3), (fit(0.1, swapped, well=False), 1, 20)]
+    assert decided(both, (fit(0.1, swapped), 5, 100), *joining) == {swapped: 14}
+    assert decided((fit(0.1, swapped, few=True), 30, 60)) == {}

@@ -96,6 +96,7 @@ def test_b_of_another_domain_is_held_against_that_domain(scored: Any, clean: Any
     assert not scores.explained
     check = Ratios(AuditOptions())
     check.add(scored.audited(world.batch(), ModelScorer(scorer=scored.TableScorer({0: world.model}))))
+    assert check._kept.sum() == check._full.sum() == 0
     assert f"16 of 16 responses have no ratio: their b is not over the kept set, but of domain {domain} (16)" in (
         check.outcome().not_tested[0].reason
     )
