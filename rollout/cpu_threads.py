@@ -55,19 +55,6 @@ class CpuSettings:
     """Names whose value was there before and was left alone."""
     keeps_memory: bool
     """Whether freed memory now stays with the process."""
-    paddle_was_imported: bool
-    """True: a new value counts only if no product has run in this process so far."""
-
-    @property
-    def note(self) -> str:
-        """A sentence for a log where the settings may have come too late, else empty."""
-        if not self.paddle_was_imported:
-            return ""
-        return (
-            "Paddle was imported before its CPU settings were made; if it has computed already, it keeps the old ones. "
-            "Call keptset.rollout.cpu_threads.configure() first, or set them outside: "
-            + " ".join(f"{name}={value}" for name, value in self.environment.items())
-        )
 
 
 def configure(threads: int | None = None, environ: MutableMapping[str, str] = os.environ) -> CpuSettings:
@@ -94,7 +81,6 @@ def configure(threads: int | None = None, environ: MutableMapping[str, str] = os
         environment={name: environ[name] for name in wanted},
         from_user=from_user,
         keeps_memory=_keep_freed_memory(environ),
-        paddle_was_imported="paddle" in sys.modules,
     )
 
 

@@ -13,7 +13,6 @@ Legend: B rows, F full rows, C blocks of the vocabulary, J ids of one block.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -41,19 +40,6 @@ def row_seed(base_seed: int, prompt_id: str, sample_index: int) -> int:
     key = int(base_seed).to_bytes(8, "little")
     digest = hashlib.blake2b(message, key=key, person=_PERSON, digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def check_seeds(row_seeds: Iterable[int], allow_shared_seed: bool = False) -> None:
-    """Errors: InvalidInput where two rows share a seed, as their draws would repeat each other's."""
-    if allow_shared_seed:
-        return
-    first: dict[int, int] = {}
-    for row, seed in enumerate(row_seeds):
-        if first.setdefault(seed, row) != row:
-            raise InvalidInput(
-                f"rows {first[seed]} and {row} share row seed {seed}, so one would repeat the other's draws; "
-                "give each its own seed, or set allow_shared_seed"
-            )
 
 
 def uniforms(row_seeds_B: npt.ArrayLike, positions_B: npt.ArrayLike) -> Float64:

@@ -14,8 +14,8 @@ from keptset.rollout.request import Request
 from keptset.schemas.errors import InvalidInput
 
 REMEMBERED = 1_000_000
-"""Rollout ids of a stream remembered to tell a repeated one, some hundred bytes each; beyond that the oldest are
-forgotten."""
+"""Rollout ids and row seeds of a stream remembered to tell a repeated one, some hundred bytes each; beyond that the
+oldest are forgotten."""
 
 
 @dataclass(kw_only=True)
@@ -34,21 +34,29 @@ class Entry:
         assert self.request.rollout_id is not None
         return self.request.rollout_id
 
+    @property
+    def seed(self) -> int:
+        """The row seed."""
+        assert self.request.params.seed is not None
+        return self.request.params.seed
+
 
 class Ledger:
     """The requests of one stream at a time, pulled from their source only when there is room for them."""
 
-    def __init__(self, *, base_seed: int, max_attempts: int) -> None:
-        self._base_seed, self._max_attempts = base_seed, max_attempts
+    def __init__(self, *, base_seed: int, max_attempts: int, allow_shared_seed: bool = False) -> None:
+        """`allow_shared_seed`: whether two requests of a stream may have the same row seed."""
+        self._base_seed, self._max_attempts, self._allow_shared_seed = base_seed, max_attempts, allow_shared_seed
         self._source: Iterator[Request | None] | None = None
         self._returned: deque[Entry] = deque()
         self._suspects: deque[Entry] = deque()
         self._delivered: dict[str, Entry] = {}
         self._asked: dict[int, None] = {}
+        self._seeds: dict[int, None] = {}
         self.failures: dict[str, str] = {}
         """Rollout ids of requests that were refused or given up, with the reason."""
-        self.twice: str | None = None
-        """A rollout id that the source asked for a second time, where it was stopped."""
+        self.repeated: InvalidInput | None = None
+        """What the source asked for a second time, where it was stopped."""
         self.left_because: str | None = None
         """Why the source was left before its end."""
 
@@ -74,8 +82,10 @@ class Ledger:
     def open(self, source: Iterable[Request | None]) -> None:
         """A stream begins. What was lost after the last one ended is served first."""
         self._source = iter(source)
-        self._asked = dict.fromkeys(map(hash, (*self._delivered, *(entry.rollout_id for entry in self._waiting()))))
-        self.twice = self.left_because = None
+        there = [*self._delivered.values(), *self._waiting()]
+        self._asked = {hash(entry.rollout_id): None for entry in there}
+        self._seeds = {entry.seed: None for entry in there}
+        self.repeated = self.left_because = None
 
     def close(self) -> None:
         """The stream is over, finished or not: what waits is forgotten."""
@@ -86,8 +96,8 @@ class Ledger:
     def next(self) -> Entry | None:
         """A request to hand out, those of lost actors first; None where there is none now.
 
-        A source says with None that it has nothing at present. A rollout id that comes a second time in a stream ends
-        the source: see `twice`.
+        A source says with None that it has nothing at present. A rollout id or a row seed that comes a second time in a
+        stream ends the source: see `repeated`.
         """
         if self._returned:
             return self._returned.popleft()
@@ -101,14 +111,27 @@ class Ledger:
         if request is None:
             return None
         entry = Entry(request=request.resolved(self._base_seed))
-        mark = hash(entry.rollout_id)
-        if mark in self._asked:
-            self._source, self.twice = None, entry.rollout_id
+        self.repeated = self._repeats(entry)
+        if self.repeated is not None:
+            self._source = None
             return None
-        self._asked[mark] = None
-        if len(self._asked) > REMEMBERED:
-            del self._asked[next(iter(self._asked))]
+        for seen, mark in ((self._asked, hash(entry.rollout_id)), (self._seeds, entry.seed)):
+            seen[mark] = None
+            if len(seen) > REMEMBERED:
+                del seen[next(iter(seen))]
         return entry
+
+    def _repeats(self, entry: Entry) -> InvalidInput | None:
+        if hash(entry.rollout_id) in self._asked:
+            return InvalidInput(
+                f"rollout id {entry.rollout_id} was asked for twice; give samples their own sample_index"
+            )
+        if entry.seed in self._seeds and not self._allow_shared_seed:
+            return InvalidInput(
+                f"{entry.rollout_id}: row seed {entry.seed} is another's of this stream too, and one would repeat the "
+                "other's draws; give each its own, leave params.seed out, or set allow_shared_seed"
+            )
+        return None
 
     def next_suspect(self) -> Entry:
         """A request that must run alone."""
@@ -180,8 +203,3 @@ def failure_text(failures: Mapping[str, str], left_because: str | None = None, *
     parts = [f"{len(failures)} requests were not answered: {told}{more}"] if failures else []
     parts += [f"Others were not begun: {left_because}"] if left_because is not None else []
     return ". ".join(parts)
-
-
-def asked_twice(rollout_id: str) -> InvalidInput:
-    """The error for a source that asks for the same response again."""
-    return InvalidInput(f"rollout id {rollout_id} was asked for twice; give samples their own sample_index")

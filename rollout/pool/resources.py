@@ -31,11 +31,14 @@ def start_ray(address: str | None) -> bool:
     options: dict[str, Any] = {} if joins else {"include_dashboard": False}
     try:
         ray.init(address=joins or "local", log_to_driver=False, logging_level="ERROR", **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:
+        # Of a node that does not come up in time Ray says so with a bare Exception.
+        if type(error) is not Exception and not isinstance(error, (ConnectionError, RuntimeError, ValueError)):
+            raise
         where = f"at {joins!r}" if joins else "on this machine"
         raise RolloutError(
-            f"Ray {where} cannot be used: {error}. Start a cluster with `ray start --head`, name its address, or leave "
-            "the address out to have Ray started here"
+            f"Ray {where} cannot be used: {str(error).rstrip('.')}. Start a cluster with `ray start --head`, name its "
+            "address, or leave the address out to have Ray started here"
         ) from error
     return not joins
 
@@ -65,3 +68,9 @@ def check_settings(actors: int, gpus: float, threads: int, max_restarts: int, ma
             raise InvalidInput(f"{name} is {value}; it must be >= {bound}")
     if gpus < 0:
         raise InvalidInput(f"gpus_per_actor is {gpus}; it must be >= 0")
+
+
+def check_times(**seconds: float) -> None:
+    for name, value in seconds.items():
+        if not value > 0:
+            raise InvalidInput(f"{name} is {value}; it must be > 0")

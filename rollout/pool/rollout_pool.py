@@ -27,9 +27,9 @@ from keptset.rollout.pool.delivery import Delivery
 from keptset.rollout.pool.dispatch import Dispatcher
 from keptset.rollout.pool.events import log_event
 from keptset.rollout.pool.fleet import Fleet
-from keptset.rollout.pool.ledger import Entry, Ledger, asked_twice, failure_text
+from keptset.rollout.pool.ledger import Entry, Ledger, failure_text
 from keptset.rollout.pool.placement import Placement, PlacementStrategy
-from keptset.rollout.pool.resources import check_resources, check_settings, start_ray
+from keptset.rollout.pool.resources import check_resources, check_settings, check_times, start_ray
 from keptset.rollout.pool.seat import TURNS_QUEUED, reason_of
 from keptset.rollout.pool.weight_sync import WeightSync, as_arrays
 from keptset.rollout.request import Request
@@ -64,9 +64,9 @@ class RolloutPool:
     ) -> None:
         """`engine`: a checkpoint folder for keptset's own engine, or what makes another one in each actor.
 
-        `config`: the own engine's; of another one's it tells base seed and slots. `gpus_per_actor` may be a fraction.
-        `placement`: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD for a placement group of the pool's own, or a group of
-        yours, of which any bundle is taken; None leaves it to Ray.
+        `config`: the own engine's; of another one's it tells base seed, slots, and whether row seeds may repeat.
+        `gpus_per_actor` may be a fraction. `placement`: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD for a placement
+        group of the pool's own, or a group of yours, of which any bundle is taken; None leaves it to Ray.
 
         An actor that is not loaded after `start_timeout_seconds`, or whose turn takes `turn_timeout_seconds`, counts as
         lost. `max_restarts`: after so many replacements in a row that answered nothing, an actor is not replaced any
@@ -76,10 +76,19 @@ class RolloutPool:
         made; RolloutError where the actors do not start in time.
         """
         check_settings(actors, gpus_per_actor, threads_per_actor, max_restarts, max_attempts)
+        check_times(
+            turn_seconds=turn_seconds,
+            turn_timeout_seconds=turn_timeout_seconds,
+            start_timeout_seconds=start_timeout_seconds,
+        )
         self.config = config or EngineConfig()
         self.name = name
         slots = self.config.slots
-        self._ledger = Ledger(base_seed=self.config.base_seed, max_attempts=max_attempts)
+        self._ledger = Ledger(
+            base_seed=self.config.base_seed,
+            max_attempts=max_attempts,
+            allow_shared_seed=self.config.allow_shared_seed,
+        )
         self._dispatcher = Dispatcher(room=TURNS_QUEUED * slots, group_lead=max(1, slots // 2))
         self._turn_seconds = turn_seconds
         self._streaming = self._is_closed = False
@@ -188,8 +197,8 @@ class RolloutPool:
         is found lost after the iteration ended is answered by the next one, even over no requests.
 
         Errors: InvalidInput for a second stream beside this one, more than `window` unsettled deliveries, or, after
-        everything before it is delivered, a rollout id that comes twice; RolloutError naming the requests that were
-        refused or given up, with the reasons, after everything else is delivered.
+        everything before it is delivered, a rollout id or a row seed that comes twice; RolloutError naming the
+        requests that were refused or given up, with the reasons, after everything else is delivered.
         """
         fleet = self._actors
         if self._streaming:
@@ -207,8 +216,8 @@ class RolloutPool:
             self._streaming = False
             self._ledger.close()
             fleet.forget_owed()
-        if self._ledger.twice is not None:
-            raise asked_twice(self._ledger.twice)
+        if self._ledger.repeated is not None:
+            raise self._ledger.repeated
         failures = {name: why for name, why in self._ledger.failures.items() if name not in failed_before}
         if failures or self._ledger.left_because is not None:
             raise RolloutError(failure_text(failures, self._ledger.left_because))

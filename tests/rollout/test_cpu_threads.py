@@ -106,18 +106,6 @@ def test_a_containers_share_bounds_the_cores(monkeypatch: pytest.MonkeyPatch, tm
         assert usable_cores() == cores
 
 
-def test_a_late_call_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    environ = on(monkeypatch, ZEN5)
-    monkeypatch.delitem(sys.modules, "paddle", raising=False)
-    early = configure(1, environ=environ)
-    assert not early.paddle_was_imported
-    assert early.note == ""
-    monkeypatch.setitem(sys.modules, "paddle", sys)
-    late = configure(1, environ=environ)
-    assert late.paddle_was_imported
-    assert "MKL_NUM_THREADS=1 MKL_DEBUG_CPU_TYPE=7" in late.note
-
-
 def test_importing_it_brings_in_neither_paddle_nor_numpy() -> None:
     code = (
         "import sys; from keptset.rollout import cpu_threads; "
@@ -132,7 +120,7 @@ def test_products_are_right_under_the_settings() -> None:
     code = """
 import json
 from keptset.rollout.cpu_threads import configure
-settings = configure(1)
+configure(1)
 import numpy as np, paddle
 rng = np.random.default_rng(0)
 worst = 0.0
@@ -140,11 +128,9 @@ for m, k, n in [(1, 576, 960), (16, 576, 1536), (3, 64, 128), (257, 129, 65)]:
     a, b = rng.standard_normal((m, k)), rng.standard_normal((k, n))
     product = paddle.matmul(paddle.to_tensor(a.astype("float32")), paddle.to_tensor(b.astype("float32"))).numpy()
     worst = max(worst, float(np.abs(product - a @ b).max() / np.sqrt(k)))
-print(json.dumps([settings.paddle_was_imported, worst]))
+print(json.dumps(worst))
 """
-    late, worst = json.loads(_python(code))
-    assert not late
-    assert worst < 1e-5
+    assert json.loads(_python(code)) < 1e-5
 
 
 def _python(code: str) -> str:

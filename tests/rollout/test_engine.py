@@ -194,12 +194,14 @@ def test_a_request_that_was_aborted_before_a_draw_leaves_nothing_either(spoilt):
 
 @pytest.mark.parametrize("running", ["continue", "requeue"])
 def test_bad_weights_are_over_with_the_next_ones(spoilt, decoder, running):
-    """A response that was under way in a long prompt when good weights came back ends well."""
+    """A response that they had half computed anew when good ones came ends well."""
     engine = RolloutEngine(load_decoder(FOLDER), EngineConfig(slots=1, prefill_tokens=5))
-    engine.submit(replace(SPOILING, params=replace(LIMITED, max_new_tokens=6)))
+    long = np.tile(SPOILING.prompt_token_ids, 3)
+    engine.submit(replace(SPOILING, prompt_token_ids=long, params=replace(LIMITED, max_new_tokens=6)))
     while not engine.tokens_drawn:
         engine.step()
     engine.update_weights(1, spoilt.weights(), running=running)
+    engine.step()
     engine.step()
     engine.update_weights(2, decoder.weights(), running=running)
     (response,) = engine.advance(60).arrow.to_pylist()

@@ -146,7 +146,8 @@ def test_an_actor_that_never_comes_up_again_leaves_the_rest_to_the_others(script
 
 def test_an_engine_that_answers_twice_is_stopped_before_anybody_hears_it(scripted, ask, answers):
     requests = [*ask(1, TWICE, name="twice", tokens=2), *ask(3, tokens=200)]
-    with RolloutPool(scripted(pause=0.001), CONFIG, turn_seconds=0.02, max_attempts=2) as pool:
+    # Long enough for both answers to come in one turn, however busy the machine is.
+    with RolloutPool(scripted(pause=0.001), CONFIG, turn_seconds=0.5, max_attempts=2) as pool:
         answered, error = collected(pool.run(requests))
         assert set(answers(ask(3, tokens=200))) == {name for name in answered if name.startswith("p")}
     assert "the engine answered twice0/0/" in str(error) and "which is not in flight" in str(error)
@@ -166,6 +167,8 @@ def test_refused_requests_are_named_and_the_others_answered(scripted, ask):
         ({"threads_per_actor": 0}, "threads_per_actor is 0"),
         ({"max_attempts": 0}, "max_attempts is 0"),
         ({"max_restarts": -1}, "max_restarts is -1"),
+        ({"turn_seconds": 0}, "turn_seconds is 0"),
+        ({"turn_timeout_seconds": -1.0}, "turn_timeout_seconds is -1.0"),
         ({"gpus_per_actor": -0.5}, "gpus_per_actor is -0.5"),
         ({"placement": "TOGETHER"}, "placement is 'TOGETHER'"),
     ],
@@ -197,6 +200,19 @@ def test_a_cluster_that_is_not_there_is_named(monkeypatch, address, variable):
         monkeypatch.setenv("RAY_ADDRESS", variable)
     with pytest.raises(RolloutError, match=f"Ray at '{address or variable}' cannot be used: no one answers. Start a"):
         start_ray(address)
+
+
+@pytest.mark.parametrize(("raised", "seen"), [(Exception("timed out"), RolloutError), (OSError("full"), OSError)])
+def test_a_ray_of_the_pools_own_that_does_not_come_up_in_time_is_told(monkeypatch, raised, seen):
+    """Ray says so with a bare Exception; anything more precise is somebody else's to read."""
+
+    def slow(**options):
+        raise raised
+
+    monkeypatch.setattr(ray, "init", slow)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(seen, match="Ray on this machine cannot be used: timed out" if seen is RolloutError else "full"):
+        start_ray(None)
 
 
 def test_actors_that_cannot_be_placed_are_an_error_that_says_what_is_free(scripted):

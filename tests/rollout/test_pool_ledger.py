@@ -1,7 +1,7 @@
 """Who gets which request, and that each leaves once: bookkeeping alone, no Ray actor runs."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import hypothesis
 import numpy as np
@@ -14,6 +14,7 @@ from keptset.rollout.pool import ledger as ledger_module
 from keptset.rollout.pool.dispatch import Dispatcher
 from keptset.rollout.pool.ledger import Ledger
 from keptset.rollout.request import Request
+from keptset.schemas.sampling_params import SamplingParams
 
 ROOM = 4
 
@@ -117,7 +118,7 @@ def test_a_repeated_id_is_told_within_the_last_million_and_forgotten_beyond(monk
     assert [ledger.next() is not None for _ in range(5)] == [True] * 5
     ledger = opened([*asked(3), *asked(1), *asked(1, "q")])
     assert [ledger.next() is not None for _ in range(5)] == [True, True, True, False, False]
-    assert ledger.twice.startswith("p0/0/")
+    assert "rollout id p0/0/" in str(ledger.repeated)
 
 
 def test_what_failed_or_was_answered_in_one_stream_may_be_asked_again_in_the_next():
@@ -128,7 +129,17 @@ def test_what_failed_or_was_answered_in_one_stream_may_be_asked_again_in_the_nex
     ledger.close()
     ledger.open(asked(2))
     assert ledger.next().rollout_id == first.rollout_id
-    assert ledger.next() is None and ledger.twice == second.rollout_id, "it is still on its way"
+    assert ledger.next() is None and second.rollout_id in str(ledger.repeated), "it is still on its way"
+
+
+def test_a_repeated_row_seed_ends_the_source_unless_allowed():
+    """Engines see those in flight with themselves alone; two actors would draw the same side by side."""
+    alike = [replace(request, params=SamplingParams(seed=5)) for request in asked(3)]
+    ledger = opened(alike)
+    assert ledger.next().seed == 5 and ledger.next() is None and ledger.is_exhausted
+    assert "p1/0/" in str(ledger.repeated) and "row seed 5 is another's" in str(ledger.repeated)
+    ledger = opened(alike, allow_shared_seed=True)
+    assert [ledger.next().seed for _ in alike] == [5] * 3
 
 
 def test_when_no_actor_is_left_all_that_wait_fail_and_the_source_is_left():

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keptset.rollout.kept_sets import BLOCK
-from keptset.rollout.sampling import check_seeds, draw, row_seed, uniforms
+from keptset.rollout.sampling import draw, row_seed, uniforms
 from keptset.rollout.truncation import truncate
 from keptset.schemas.errors import InvalidInput
 from keptset.schemas.sampling_params import SamplingParams
@@ -123,14 +123,6 @@ def test_a_row_seed_is_the_same_in_every_release():
 def test_row_seeds_of_numbers_out_of_range_are_refused(base_seed, sample_index):
     with pytest.raises(InvalidInput, match=r"must lie in \[0, 2\*\*64\)"):
         row_seed(base_seed, "p", sample_index)
-
-
-def test_a_repeated_row_seed_is_refused_unless_allowed():
-    check_seeds([3, 1, 2])
-    check_seeds([])
-    with pytest.raises(InvalidInput, match="rows 0 and 2 share row seed 3"):
-        check_seeds([3, 1, 3])
-    check_seeds([3, 1, 3], allow_shared_seed=True)
 
 
 # --- draws ------------------------------------------------------------------------------------------------------------
