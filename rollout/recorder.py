@@ -19,6 +19,7 @@ from keptset.rollout.request import Request
 from keptset.rollout.top_logprobs import TopLogprobs
 from keptset.schemas.builder import Response
 from keptset.schemas.ragged import offsets_of, span_index
+from keptset.schemas.sampling_params import SamplingParams
 
 _COLUMNS: dict[str, type[np.generic]] = {
     "token_ids": np.int32,
@@ -72,6 +73,8 @@ class Recorder:
         self._vocab_size = vocab_size
         self._share = distribution_share
         self._requests: dict[int, Request] = {}
+        self._lists_all: set[int] = set()
+        """Slots whose whole distribution is recorded, and may have to be where the whole vocabulary was kept."""
         self._kv_policy: dict[int, str] = {}
         self._length_S = np.zeros(slots, np.int64)
         self._table = {name: np.zeros((slots, _FIRST_POSITIONS), dtype) for name, dtype in _COLUMNS.items()}
@@ -88,6 +91,11 @@ class Recorder:
         self._requests[slot] = request
         self._kv_policy[slot] = "none"
         self._length_S[slot] = 0
+        # Where nothing can be cut, support is full at every token, and neither ids nor log-probabilities are listed.
+        if _can_cut(request.params) and self._wants_distribution(request):
+            self._lists_all.add(slot)
+        else:
+            self._lists_all.discard(slot)
 
     def commit(
         self,
@@ -105,6 +113,7 @@ class Recorder:
         """
         at_M = self._length_S[slots_M] + _rank_among_equals(slots_M)
         self._reserve(int(at_M.max(initial=-1)) + 1)
+        offsets_M1, ids_N, logprobs_N = self._listed(slots_M, kept)
         values = {
             "token_ids": token_ids_M,
             "behavior_logprobs": logprobs_M,
@@ -113,8 +122,8 @@ class Recorder:
             "kept_logprob_var": kept.logprob_var_B,
             "policy_versions": version,
             "is_full": kept.is_full_B,
-            "start": self._kept.append(kept.ids_N, kept.logprobs_N) + kept.offsets_B1[:-1],
-            "size": np.diff(kept.offsets_B1),
+            "start": self._kept.append(ids_N, logprobs_N) + offsets_M1[:-1],
+            "size": np.diff(offsets_M1),
         }
         if top is not None:
             values["top_start"] = self._top.append(top.ids_N, top.logprobs_N) + top.offsets_B1[:-1]
@@ -190,12 +199,12 @@ class Recorder:
         index = span_index(starts, sizes)
         ids, logprobs = self._kept.ids[index], self._kept.logprobs[index]
         offsets = offsets_of(sizes)
-        if is_full.any():
+        if (is_full & (sizes == 0)).any():
             everything = np.arange(self._vocab_size, dtype=np.int32)
             spans = np.split(ids, offsets[1:-1])
             ids = np.concatenate([everything if full else span for full, span in zip(is_full, spans, strict=True)])
             offsets = offsets_of(np.where(is_full, self._vocab_size, sizes))
-            with_distribution = False
+            with_distribution = False  # only where the model itself rules ids out for some tokens
         columns: dict[str, npt.NDArray[np.generic]] = {"kept_offsets": offsets, "kept_ids": ids}
         if with_distribution:
             columns["kept_logprobs"] = logprobs
@@ -210,6 +219,19 @@ class Recorder:
         index = span_index(starts, sizes)
         ids, logprobs = self._top.ids[index], self._top.logprobs[index]
         return {"top_offsets": offsets_of(sizes), "top_ids": ids, "top_logprobs": logprobs}
+
+    def _listed(
+        self, slots_M: npt.NDArray[np.int64], kept: KeptSets
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.float64]]:
+        """Offsets, ids and log-probabilities of a step's sets, whole vocabularies listed where they may be needed."""
+        if not (self._lists_all and kept.is_full_B.any()):
+            return kept.offsets_B1, kept.ids_N, kept.logprobs_N
+        members = [
+            kept.members(row) if slot in self._lists_all or not full else (kept.ids_N[:0], kept.logprobs_N[:0])
+            for row, (slot, full) in enumerate(zip(slots_M.tolist(), kept.is_full_B.tolist(), strict=True))
+        ]
+        ids, logprobs = zip(*members, strict=True)
+        return offsets_of([len(row) for row in ids]), np.concatenate(ids), np.concatenate(logprobs)
 
     def _wants_distribution(self, request: Request) -> bool:
         digest = hashlib.blake2b((request.rollout_id or "").encode(), digest_size=8).digest()
@@ -237,6 +259,12 @@ class Recorder:
         moved = self._table[start][slots]
         moved[live_SP] = offsets_of(sizes)[:-1]
         self._table[start][slots] = moved
+
+
+def _can_cut(params: SamplingParams) -> bool:
+    """Whether some token's kept set can be smaller than the vocabulary."""
+    bans = params.allowed_token_ids is not None or params.banned_words or params.min_new_tokens
+    return params.truncates or bool(bans)
 
 
 def _rank_among_equals(values_M: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

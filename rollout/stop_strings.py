@@ -27,9 +27,14 @@ class StopStrings:
             )
 
     def complete(self, request: Request, response_ids: npt.NDArray[np.int32]) -> bool:
-        """Whether the last token completed one of the request's stop strings."""
+        """Whether the last token completed one of the stop strings of a response that is long enough to end."""
+        if len(response_ids) < request.params.min_new_tokens:
+            return False
         for stop in request.params.stop_strings:
             assert self._tokenizer is not None
-            if stop in self._tokenizer.decode(response_ids[-(len(stop.encode()) + _SLACK) :]):
+            last = response_ids[-(len(stop.encode()) + _SLACK) :]
+            # One that was complete while the response was too short is not completed by what comes later.
+            there = self._tokenizer.decode(last).count(stop)
+            if there and there > self._tokenizer.decode(last[:-1]).count(stop):
                 return True
         return False

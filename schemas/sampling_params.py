@@ -58,7 +58,7 @@ class SamplingParams:
     max_new_tokens: int = 128
     """The response ends with reason `length` after this many tokens."""
     min_new_tokens: int = 0
-    """Stop tokens are banned before this many tokens."""
+    """Stop tokens are banned, and stop strings end nothing, before this many tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """Drawing one of these ends the response with reason `stop`; it is part of the response."""
     stop_strings: tuple[str, ...] = ()

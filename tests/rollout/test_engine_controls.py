@@ -13,6 +13,7 @@ from keptset.rollout.engine import RolloutEngine  # noqa: E402
 from keptset.rollout.models import Segment, load_decoder  # noqa: E402
 from keptset.rollout.request import Request  # noqa: E402
 from keptset.rollout.speculative import lookup_draft  # noqa: E402
+from keptset.rollout.stop_strings import StopStrings  # noqa: E402
 from keptset.rollout.top_logprobs import _first_on_device  # noqa: E402
 from keptset.schemas.builder import BatchBuilder  # noqa: E402
 from keptset.schemas.errors import InvalidInput  # noqa: E402
@@ -192,6 +193,15 @@ def test_a_stop_string_ends_the_response_where_it_is_complete(decoder):
     assert row["token_ids"] == free[:8] and row["finish_reason"] == "stop"
     with pytest.raises(InvalidInput, match="stop_strings need a tokenizer"):
         RolloutEngine(decoder).submit(ask(replace(params, stop_strings=("x",))))
+
+
+def test_a_stop_string_does_not_end_a_response_that_is_too_short():
+    strings, params = StopStrings(Letters()), SamplingParams(stop_strings=("AB",), min_new_tokens=4)
+    text = np.array([ord(letter) - ord("A") for letter in "ABCABCDDDDAB"])
+    ends = [length for length in range(1, 13) if strings.complete(ask(params), text[:length])]
+    assert ends == [5, 12]
+    params = replace(params, min_new_tokens=6)
+    assert not any(strings.complete(ask(params), text[:length]) for length in range(1, 12))
 
 
 def other_weights(decoder):

@@ -99,6 +99,24 @@ def test_one_truncated_token_makes_the_support_kept_and_lists_the_vocabulary_for
     assert second.tolist() == small.members(0)[0].tolist()
 
 
+def test_a_recorded_distribution_is_whole_where_some_tokens_kept_the_whole_vocabulary():
+    """As where stop tokens are banned only at first, and nothing else is."""
+    recorder = Recorder(slots=2, vocab_size=VOCAB, distribution_share=1.0)
+    recorder.open(0, request("p", params=SamplingParams(min_new_tokens=1, stop_token_ids=(3,))))
+    recorder.open(1, request("never cut"))
+    rng, sets = np.random.default_rng(1), []
+    for params in (SamplingParams(top_k=3), SamplingParams()):
+        sets.append(random_step(rng, 2, params))
+        commit(recorder, [0, 1], sets[-1])
+    assert recorder._kept.used == 2 * 3 + VOCAB, "what no response can list is not held"
+    response = recorder.close(0, "stop")
+    for t, kept in enumerate(sets):
+        span = slice(*response.kept_offsets[t : t + 2])
+        ids, logprobs = kept.members(0)
+        assert response.kept_ids[span].tolist() == ids.tolist()
+        np.testing.assert_allclose(response.kept_logprobs[span], logprobs, rtol=1e-6)
+
+
 def test_an_empty_response_builds_a_batch():
     recorder = Recorder(slots=1, vocab_size=VOCAB, distribution_share=1.0)
     recorder.open(0, request("p"))
