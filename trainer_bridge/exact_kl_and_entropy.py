@@ -147,7 +147,7 @@ class _Spans:
             value=differentiable(logprobs_N, self._host(logprobs_N), value, gradient_N),
             gradient_T=np.zeros(ratios.num_tokens),
             gradient_N=gradient_N,
-            report=LossReport.of(name, ratios, entries, weights, reduce=reduce, value=value),
+            report=LossReport.of(f"{name}_kept", ratios, entries, weights, reduce=reduce, value=value),
         )
 
 

@@ -120,5 +120,5 @@ def _term(
     return Loss(
         value=differentiable(ratios.delta_T, ratios.host_delta_T, value, gradient_T),
         gradient_T=gradient_T,
-        report=LossReport.of(name, ratios, entries, weights, reduce=reduce, value=value),
+        report=LossReport.of(f"{name}_{ratios.over}", ratios, entries, weights, reduce=reduce, value=value),
     )

@@ -22,7 +22,7 @@ class LossReport:
     """Counts that can be added over parts of a batch, and the value."""
 
     name: str
-    """Of the loss, as `ppo_clip`, `kl_k3`, `entropy`."""
+    """Of the loss, as `ppo_clip`; of KL and entropy with what they are over, as `kl_k3_kept`, `entropy_full`."""
     level: Level
     """What an entry is: a token (`token`) or a response (`sequence`, `geometric`)."""
     over: str

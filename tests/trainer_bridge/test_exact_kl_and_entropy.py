@@ -76,7 +76,7 @@ def test_the_value_is_the_plain_sum(
     expected = by_hand(name, packed, hidden, other, weight)[packed.tokens.trainable_T].mean()
     assert float(framework.host(done.value)) == pytest.approx(expected, rel=1e-9)
     assert (done.report.over, done.report.level) == ("kept", "token")
-    assert done.report.name == ("exact_entropy" if name == "entropy" else f"exact_kl_{name}")
+    assert done.report.name == ("exact_entropy_kept" if name == "entropy" else f"exact_kl_{name}_kept")
 
 
 @pytest.mark.parametrize("name", TERMS)

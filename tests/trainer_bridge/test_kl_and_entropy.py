@@ -122,7 +122,7 @@ def test_over_kept_sets_no_gradient_reaches_what_lies_outside(
         done = kl_loss(log_ratios_between(policy, score_aligned(packed, world.packed_logits()), packed.tokens))
     else:
         done = entropy_loss(policy, log_ratios_of(policy, packed.tokens))
-    assert (done.report.over, done.report.name) == ("kept", "kl_k3" if term == "kl" else "entropy")
+    assert (done.report.over, done.report.name) == ("kept", "kl_k3_kept" if term == "kl" else "entropy_kept")
     gradient = framework.gradient(done.value, logits)
     inside = np.zeros(gradient.shape, bool)
     inside[np.repeat(packed.logit_index_T, 4), packed.tokens.kept_ids_N] = True
@@ -139,8 +139,10 @@ def test_over_the_vocabulary_a_term_says_full(simulate: Any, rng: np.random.Gene
     logits = world.packed_logits()[packed.logit_index_T[packed.tokens.trainable_T]] * 1.1
     entropies = [-np.sum(np.exp(log_softmax(z)) * log_softmax(z)) for z in logits]
     assert float(done.value) == pytest.approx(-np.mean(entropies))
-    assert done.report.over == "full"
-    assert kl_loss(log_ratios_between(policy, other, packed.tokens)).report.over == "full"
+    assert (done.report.over, done.report.name) == ("full", "entropy_full")
+    kl = kl_loss(log_ratios_between(policy, other, packed.tokens))
+    assert kl.report.over == "full"
+    assert "train/kl_k3_full_token/value" in kl.report.flat("train/"), "a logger shows what it is over, too"
 
 
 def test_terms_reduce_weigh_and_exclude_as_losses_do() -> None:
