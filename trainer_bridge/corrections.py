@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from keptset.schemas.errors import InvalidInput
 from keptset.trainer_bridge.correction_report import CorrectionReport, StepReport, WeightLevel
-from keptset.trainer_bridge.ratios import Level, LogRatios, runs
+from keptset.trainer_bridge.ratios import Level, LogRatios, check_log_ratios, runs
 from keptset.trainer_bridge.sampled_tokens import Bools
 from keptset.trainer_bridge.staleness import StalenessWeights
 
@@ -132,6 +132,7 @@ def correct(
     >>> correct(d, Reject(level="sequence", lower=0.5, upper=2.0), weights="one").weights_T.tolist()
     [0.0, 0.0, 0.0]
     """
+    check_log_ratios(ratios)
     level = _weight_level(steps, weights)
     at_responses = bool({level, *_levels(steps)} & {"sequence", "geometric"})
     counted_T = ratios.whole_T if at_responses else ratios.counted_T

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from keptset.schemas.errors import InvalidInput
 from keptset.trainer_bridge.ratio_sums import LevelReport, RatioSums
-from keptset.trainer_bridge.ratios import Level, LogRatios
+from keptset.trainer_bridge.ratios import Level, LogRatios, check_log_ratios
 from keptset.trainer_bridge.sampled_tokens import SampledTokens
 from keptset.trainer_bridge.scoring.hand import hand_for
 from keptset.trainer_bridge.scoring.run import Scores
@@ -149,6 +149,7 @@ class Diagnostics:
         Errors: InvalidInput where an array has another length, or ratios over other tokens or another support were
         added before.
         """
+        check_log_ratios(ratios)
         self._same(ratios.ratio_over, ratios.over)
         d_T, counted_T = ratios.host_delta_T, ratios.counted_T
         on_host = replace(ratios, delta_T=d_T)

@@ -166,6 +166,15 @@ def _check_level(level: str) -> None:
         raise InvalidInput(f"level is {level!r}; it must be 'token', 'sequence' or 'geometric'")
 
 
+def check_log_ratios(ratios: object) -> None:
+    """InvalidInput where scores, or ratios of one level, were given for log ratios."""
+    if not isinstance(ratios, LogRatios):
+        raise InvalidInput(
+            f"ratios is a {type(ratios).__name__}; give what log_ratios_of(scores, tokens) returns, before a level is "
+            f"chosen"
+        )
+
+
 def _sum_rows(hand: Hand, values: Tensor, starts: Ints, counts: Ints) -> Tensor:
     if not len(starts):
         return values

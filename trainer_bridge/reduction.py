@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from keptset.schemas.errors import InvalidInput
 from keptset.trainer_bridge.corrections import Corrected
-from keptset.trainer_bridge.ratios import Level, LogRatios, runs
+from keptset.trainer_bridge.ratios import Level, LogRatios, check_log_ratios, runs
 from keptset.trainer_bridge.sampled_tokens import Bools, Ints
 from keptset.trainer_bridge.scoring.hand import Tensor, hand_for
 
@@ -79,6 +79,7 @@ def entries_of(ratios: LogRatios, level: Level, weights: Corrected | None) -> En
     Errors: InvalidInput where `weights` are of other tokens, or weigh the tokens of a response differently at a level
     that has one objective for it.
     """
+    check_log_ratios(ratios)
     counted_T = ratios.counted_at(level)
     weights_T = np.ones(ratios.num_tokens)
     if weights is not None:

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from keptset.schemas.columns import LogprobDomain, Support
-from keptset.schemas.errors import ScoringRefused, ViolationError
+from keptset.schemas.errors import InvalidInput, ScoringRefused, ViolationError
 from keptset.schemas.findings import Example, Finding, FindingKind, Severity
 from keptset.schemas.ragged import AnyArray, Ragged, gather_spans, offsets_of, row_index
 from keptset.schemas.rollout_batch import RolloutBatch
@@ -117,10 +117,12 @@ class SampledTokens:
 def sampled_tokens(batch: RolloutBatch) -> SampledTokens:
     """Flatten a batch to its sampled tokens.
 
-    Errors: ViolationError of kind `lengths` where a per-token column differs in length from the response, `nulls`
-    where kept sets are missing though the support is `kept`, or given though it is not, or where a mask or a list of
-    ids holds a null.
+    Errors: InvalidInput for anything but a batch; ViolationError of kind `lengths` where a per-token column differs in
+    length from the response, `nulls` where kept sets are missing though the support is `kept`, or given though it is
+    not, or where a mask or a list of ids holds a null.
     """
+    if not isinstance(batch, RolloutBatch):
+        raise InvalidInput(f"batch is a {type(batch)}; RolloutBatch.from_arrow makes a batch of Arrow data")
     tokens = batch.token_ids
     _require_values(batch, "token_ids", tokens, whole_lists=True)
     if batch.prompt_token_ids is not None:

@@ -285,3 +285,8 @@ def test_logits_that_were_shifted_or_cut_are_refused(batch: RolloutBatch, name: 
     aligned = layouts(batch)[name]
     with pytest.raises(InvalidInput, match="not shifted and not cut"):
         score_aligned(aligned, np.zeros((aligned.num_positions - 1, 100)))
+
+
+def test_arrow_data_that_is_no_batch_yet_is_refused_with_the_way_to_one(batch: RolloutBatch) -> None:
+    with pytest.raises(InvalidInput, match=r"RecordBatch.*RolloutBatch\.from_arrow"):
+        to_packed(batch.arrow)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from keptset.trainer_bridge import reference
 from keptset.trainer_bridge.advantages import group_advantages
 from keptset.trainer_bridge.alignment import to_packed
 from keptset.trainer_bridge.corrections import Mask, Reject, Truncate, correct
+from keptset.trainer_bridge.diagnostics import Diagnostics
 from keptset.trainer_bridge.losses import cispo_loss, dual_clip_loss, grpo_loss, gspo_loss, ppo_clip_loss
 from keptset.trainer_bridge.ratios import LogRatios, log_ratios, log_ratios_of
 from keptset.trainer_bridge.scoring import score_aligned, score_aligned_full_vocabulary
@@ -357,3 +358,12 @@ def test_the_report_says_what_the_scores_are_over(simulate: Any, rng: np.random.
         for score in (score_aligned, score_aligned_full_vocabulary)
     ]
     assert [report.over for report in reports] == ["kept", "full"]
+
+
+def test_scores_and_ratios_of_one_level_are_no_log_ratios(world: Any) -> None:
+    packed = to_packed(world.batch)
+    scores = score_aligned(packed, world.packed_logits())
+    for wrong, name in ((scores, "Scores"), (log_ratios_of(scores, packed.tokens).at("token"), "Ratios")):
+        for call in (lambda d: grpo_loss(d, np.ones(12)), correct, Diagnostics().add):
+            with pytest.raises(InvalidInput, match=f"ratios is a {name}; give what log_ratios_of"):
+                call(wrong)

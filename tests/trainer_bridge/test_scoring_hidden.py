@@ -393,6 +393,7 @@ def bare(**changes: Any) -> dict[str, Any]:
     [
         ({"head": Head(weight_VH=np.zeros((4, 6)))}, InvalidInput, r"\[vocabulary, hidden\]: transpose it"),
         ({"head": Head(weight_VH=np.zeros((6, 5)))}, InvalidInput, r"\[2, 4\], the head's weight \[6, 5\]$"),
+        ({"head": np.zeros((6, 4))}, InvalidInput, "the head is a .*ndarray.*give Head"),
         ({"head": Head(weight_VH=np.zeros(6))}, InvalidInput, r"must be \[vocabulary, hidden\]"),
         ({"head": Head(weight_VH=np.zeros((6, 4)), bias_V=np.zeros(4))}, InvalidInput, r"bias has shape \[4\]"),
         ({"hidden_RH": np.zeros((1, 2, 4))}, InvalidInput, r"reshape them to \[positions, hidden\]"),
@@ -435,3 +436,13 @@ def test_hidden_states_of_another_layout_are_refused(world: Any) -> None:
         score_aligned_from_hidden(packed, np.zeros((packed.num_positions - 1, 4)), head)
     with pytest.raises(InvalidInput, match="drawn from a whole vocabulary of 40"):
         score_aligned_from_hidden(packed, np.zeros((packed.num_positions, 4)), Head(weight_VH=np.zeros((41, 4))))
+
+
+def test_a_head_that_does_not_fit_is_told_before_its_record_is_blamed(world: Any) -> None:
+    packed, weight_VH = to_packed(world.batch), np.zeros((world.vocab_size, 4))
+    hidden = np.zeros((1, packed.num_positions, 4))
+    for score in (score_aligned_from_hidden, score_aligned_full_vocabulary_from_hidden):
+        with pytest.raises(InvalidInput, match="transpose it"):
+            score(packed, hidden, Head(weight_VH=weight_VH.T))
+        with pytest.raises(InvalidInput, match="the head is a .*give Head"):
+            score(packed, hidden, weight_VH)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from keptset.trainer_bridge.alignment import Aligned
 from keptset.trainer_bridge.scoring.aligned import DEFAULT_FULL_SHARE, full_vocabulary_job_of, job_of
 from keptset.trainer_bridge.scoring.from_hidden import check_scratch
 from keptset.trainer_bridge.scoring.hand import Tensor
-from keptset.trainer_bridge.scoring.head import Head
+from keptset.trainer_bridge.scoring.head import Head, check_head
 from keptset.trainer_bridge.scoring.head_gradient import HeadGradient
 from keptset.trainer_bridge.scoring.run import Job, Scores
 from keptset.trainer_bridge.scoring.run_hidden import HiddenJob, run_hidden
@@ -42,8 +42,9 @@ def score_aligned_from_hidden(
     """
     tokens = aligned.tokens
     tokens.check_domain()
+    hidden_RH = _rows(aligned, hidden, head)
     job = job_of(tokens, head.vocab_size, on_violation=on_violation, entropy=entropy, full_share=full_share)
-    return _run(aligned, hidden, head, job, distribution, head_gradient, scratch_bytes)
+    return _run(aligned, hidden_RH, head, job, distribution, head_gradient, scratch_bytes)
 
 
 def score_aligned_full_vocabulary_from_hidden(
@@ -59,25 +60,33 @@ def score_aligned_full_vocabulary_from_hidden(
 
     Takes and raises as `score_aligned_from_hidden`, but needs no kept sets; refuses temperature 0.
     """
+    hidden_RH = _rows(aligned, hidden, head)
     job = full_vocabulary_job_of(aligned.tokens, head.vocab_size, entropy=entropy)
-    return replace(_run(aligned, hidden, head, job, False, head_gradient, scratch_bytes), over="full")
+    return replace(_run(aligned, hidden_RH, head, job, False, head_gradient, scratch_bytes), over="full")
 
 
-def _run(
-    aligned: Aligned,
-    hidden: Tensor,
-    head: Head,
-    job: Job,
-    distribution: bool,
-    head_gradient: HeadGradient | None,
-    scratch_bytes: int | None,
-) -> Scores:
+def _rows(aligned: Aligned, hidden: Tensor, head: Head) -> Tensor:
+    """The hidden states as [R, H], held against layout and head."""
     shape = [int(n) for n in hidden.shape]
     if len(shape) not in (2, 3) or int(np.prod(shape[:-1])) != aligned.num_positions:
         raise InvalidInput(
             f"hidden states have shape {shape}; this layout has {aligned.num_positions} positions: pass them as the "
             f"model gives them, not shifted and not cut"
         )
+    hidden_RH = hidden.reshape([aligned.num_positions, shape[-1]])
+    check_head(head, hidden_RH)
+    return hidden_RH
+
+
+def _run(
+    aligned: Aligned,
+    hidden_RH: Tensor,
+    head: Head,
+    job: Job,
+    distribution: bool,
+    head_gradient: HeadGradient | None,
+    scratch_bytes: int | None,
+) -> Scores:
     work = HiddenJob(
         job=job,
         rows_T=aligned.logit_index_T,
@@ -86,4 +95,4 @@ def _run(
         head_gradient=head_gradient,
         scratch_bytes=check_scratch(scratch_bytes),
     )
-    return run_hidden(work, hidden.reshape([aligned.num_positions, shape[-1]]), head)
+    return run_hidden(work, hidden_RH, head)

@@ -19,7 +19,7 @@ from keptset.schemas.errors import InvalidInput
 from keptset.trainer_bridge.replay import Patch, Replay
 from keptset.trainer_bridge.scoring.from_logits import check_rows
 from keptset.trainer_bridge.scoring.hand import Tensor
-from keptset.trainer_bridge.scoring.head import Head
+from keptset.trainer_bridge.scoring.head import Head, check_head
 from keptset.trainer_bridge.scoring.head_gradient import HeadGradient
 from keptset.trainer_bridge.scoring.plan import plan_full_vocabulary, plan_scores, plan_share
 from keptset.trainer_bridge.scoring.run import Job, Scores
@@ -68,7 +68,7 @@ def score_from_hidden(
     >>> score_from_hidden(hidden, Head(weight_VH=weight), [1], [0, 2], [0, 1], [1.0]).logprobs_T.round(4).tolist()
     [-1.3133]
     """
-    head.check(hidden_RH)
+    check_head(head, hidden_RH)
     plan = plan_scores(
         token_ids_T,
         kept_offsets_T1,
@@ -117,7 +117,7 @@ def score_full_vocabulary_from_hidden(
     Errors: InvalidInput where arrays do not fit; ScoringRefused where a temperature is unknown or 0; ViolationError
     (kind `range`) where an id lies outside [0, V).
     """
-    head.check(hidden_RH)
+    check_head(head, hidden_RH)
     plan = plan_full_vocabulary(token_ids_T, temperature_T, vocab_size=head.vocab_size, patch=patch, locate=locate)
     work = HiddenJob(
         job=Job(plan=plan, share=None, entropy=entropy),

@@ -82,5 +82,12 @@ class Head:
                 raise InvalidInput(f"the head's {name} is in float64, the hidden states are not: give both in float64")
 
 
+def check_head(head: object, hidden_RH: Tensor) -> None:
+    """InvalidInput where what was given as the head is none, or does not fit the hidden states."""
+    if not isinstance(head, Head):
+        raise InvalidInput(f"the head is a {type(head)}; give Head(weight_VH=..., bias_V=...) of its weight and bias")
+    head.check(hidden_RH)
+
+
 def _is_double(values: Tensor) -> bool:
     return str(values.dtype).endswith("float64")
