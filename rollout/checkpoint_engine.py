@@ -36,7 +36,7 @@ class CheckpointEngine:
         return RolloutEngine(
             load_decoder(self.folder, self.dtype),
             self.config,
-            model_id=self.model_id or self.folder.name,
+            model_id=self.model_id or self.folder.resolve().name,
             tokenizer=self._tokenizer(),
             tokenizer_digest=tokenizer_digest(self.folder),
             version=self.version,

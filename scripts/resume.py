@@ -21,7 +21,7 @@ _SETTINGS = (
     *("temperature", "top_k", "top_p", "min_p"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
 )
-_IDENTITY = ("vocab_size", "model_digest", "tokenizer_digest", "engine")
+_IDENTITY = ("vocab_size", "model_digest", "tokenizer_digest", "engine", "model_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,8 @@ class Run:
     params: SamplingParams
     identity: Identity
     """What is known of model and engine before it is loaded; None where it is not."""
+    version: int
+    """Of the weights. What they are is not looked at: two checkpoints of one training run differ in it, or in name."""
     max_length: int
     """Longest prompt and response together."""
 
@@ -64,6 +66,9 @@ def _check_alike(spool: str, batch: RolloutBatch, run: Run) -> None:
         theirs, ours = getattr(batch.identity, name), getattr(run.identity, name)
         if None not in (theirs, ours) and theirs != ours:
             raise _differs(spool, batch, name, theirs, ours)
+    if batch.policy_versions is not None:
+        for version in np.setdiff1d(batch.policy_versions.values, run.version).tolist():
+            raise _differs(spool, batch, "weights version", version, run.version)
     asked = {name: getattr(run.params, name) for name in _SETTINGS}
     asked["logit_bias"] = _bias(run.params.logit_bias)
     asked["rare settings"] = canonical_extras(run.params)

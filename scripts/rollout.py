@@ -35,6 +35,10 @@ def command(
     model_id: Annotated[
         str | None, typer.Option(help="The model's name for people; left out: the folder's.", rich_help_panel=MODEL)
     ] = None,
+    weights_version: Annotated[
+        int,
+        typer.Option(help="Version of its weights, recorded with every token.", min=0, rich_help_panel=MODEL),
+    ] = 0,
     n: Annotated[int, typer.Option("--n", help="Samples of each prompt.", min=1, rich_help_panel=MODEL)] = 1,
     seed: Annotated[int, typer.Option(help="Base seed of all draws.", min=0, rich_help_panel=MODEL)] = 0,
     prompt_column: Annotated[
@@ -52,7 +56,7 @@ def command(
         list[str] | None, typer.Option(help="ID=NUMBER, added to its logit; many times.", rich_help_panel=SAMPLING)
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest response.", rich_help_panel=SAMPLING)] = 128,
-    min_new_tokens: Annotated[int, typer.Option(help="No stop token before so many.", rich_help_panel=SAMPLING)] = 0,
+    min_new_tokens: Annotated[int, typer.Option(help="No stop before so many.", rich_help_panel=SAMPLING)] = 0,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends a response; many times.", rich_help_panel=SAMPLING)
     ] = None,
@@ -166,7 +170,8 @@ def command(
         samples=n,
         config=config,
         model=model,
-        model_id=model_id,
+        model_id=model_id or model.resolve().name,
+        version=weights_version,
         dtype=dtype,
         out=out,
     )

@@ -45,7 +45,9 @@ class Job:
     samples: int
     config: EngineConfig
     model: Path
-    model_id: str | None
+    model_id: str
+    version: int
+    """Of the model's weights."""
     dtype: str
     out: str
 
@@ -100,6 +102,7 @@ def run(job: Job, ray_options: Mapping[str, Any]) -> Summary:
     decoder = DecoderConfig.from_folder(job.model)
     identity = Identity(
         vocab_size=decoder.vocab_size,
+        model_id=job.model_id,
         model_digest=decoder.digest,
         tokenizer_digest=tokenizer_digest(job.model),
         engine="keptset",
@@ -107,7 +110,8 @@ def run(job: Job, ray_options: Mapping[str, Any]) -> Summary:
     max_length = job.config.max_length or decoder.max_position_embeddings
     wanted = job.wanted()
     with SpoolWriter(job.out, WRITER) as writer:
-        held = held_by(job.out, wanted, Run(params=job.params, identity=identity, max_length=max_length))
+        alike = Run(params=job.params, identity=identity, version=job.version, max_length=max_length)
+        held = held_by(job.out, wanted, alike)
         summary = Summary(spool=job.out, asked=len(wanted), there=len(held))
         if summary.not_begun:
             _draw(job, ray_options, held, writer, summary)
@@ -122,7 +126,9 @@ def _draw(
     from keptset.rollout.checkpoint_engine import CheckpointEngine
     from keptset.rollout.pool import RolloutPool
 
-    engine = CheckpointEngine(folder=job.model, config=job.config, model_id=job.model_id, dtype=job.dtype)
+    engine = CheckpointEngine(
+        folder=job.model, config=job.config, model_id=job.model_id, version=job.version, dtype=job.dtype
+    )
     reasons: Counter[str] = Counter()
     with progress_bar(summary) as advance, RolloutPool(engine, job.config, **ray_options) as pool:
         begin = time.monotonic()

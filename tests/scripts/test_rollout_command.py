@@ -173,6 +173,8 @@ def test_what_a_killed_run_had_acknowledged_is_not_done_again(run, prompts, mode
         (("--stop-token-id", 7), "with rare settings"),
         (("--logit-bias", "3=0.5"), "with logit_bias {}, and {3: "),
         (("--model", CHECKPOINTS / "llama_tied"), "with model_digest"),
+        (("--weights-version", 1), "with weights version 0, and 1 is asked now"),
+        (("--model-id", "step-200"), "with model_id 'model', and 'step-200' is asked now"),
     ],
 )
 def test_a_spool_drawn_otherwise_is_not_gone_on_with(run, prompts, model, tmp_path, change, told, drawn):
@@ -212,7 +214,8 @@ def drawn(model, tmp_path_factory):
         samples=1,
         config=EngineConfig(slots=4),
         model=model,
-        model_id=None,
+        model_id=model.name,
+        version=0,
         dtype="float32",
         out=str(folder / "spool"),
     )
@@ -251,6 +254,7 @@ def test_all_settings_reach_the_record(run, prompts, model, tmp_path):
         *("--max-new-tokens", 5, "--min-new-tokens", 2, "--stop", "w150 w151", "--stop-token-id", 9, "--ignore-eos"),
         *("--ban", "w7 w8", "--top-logprobs", 2, "--draft-tokens", 2, "--seed", 5, "--distribution-share", 1),
         *("--actors", 1, "--slots", 4, "--prefill-tokens", 64, "--max-length", 64, "--kv-tokens", 512),
+        *("--model-id", "step-7", "--weights-version", 7),
     ]
     log = tmp_path / "log.jsonl"
     code, _, err = run(prompts, "-o", tmp_path / "spool", "--model", model, *options, "--log", log)
@@ -271,6 +275,7 @@ def test_all_settings_reach_the_record(run, prompts, model, tmp_path):
     assert dict(batch.column("logit_bias")[0].as_py()) == {3: 0.5, 4: -1.0}
     assert batch.column("repetition_penalty")[0].as_py() == 1.1
     assert batch.top_ids is not None and batch.kept_logprobs is not None
+    assert batch.identity.model_id == "step-7" and set(batch.policy_versions.values.tolist()) == {7}
     assert [json.loads(line)["event"] for line in log.read_text().splitlines()] == ["actors_started"]
 
 
