@@ -5,12 +5,13 @@
     logprob                                            distribution (b disagrees with it)
     distribution                                       logprob_mismatch, unit_mean
     a named fault of b                                 every way in which b, or the set, disagrees with something
+    mask_swapped                                       set_size, where the other response had a larger top_k
     draws                                              surprisal, the same thing seen by its mean
     staleness                                          support_drift
 
 A symptom is folded under a cause where it is seen in no response without one. A statistical finding is about all
 responses together, so it is folded as soon as there is a cause: once that is put right the test says more. `conflict`,
-`duplicate`, `seed_reused`, `set_size` and the like explain nothing and follow from nothing.
+`duplicate`, `seed_reused`, `set_size` and the like explain nothing, and follow from nothing else.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ EXPLAINS: Mapping[Kind, frozenset[Kind]] = {
     Kind.STALENESS: frozenset({Kind.SUPPORT_DRIFT}),
     **{kind: frozenset(_OF_B) for kind in NAMED_FAULTS},
     Kind.MASK_SHIFTED: frozenset((*_OF_B, *_OF_SETS)),
-    Kind.MASK_SWAPPED: frozenset((*_OF_B, *_OF_SETS)),
+    Kind.MASK_SWAPPED: frozenset((*_OF_B, *_OF_SETS, Kind.SET_SIZE)),
 }
 """Cause -> what it explains."""
 

@@ -78,6 +78,15 @@ def test_one_fault_is_one_loud_finding(scored: Any, world: Any, tmp_path: Path, 
     assert loud(report) == [kind], [(f.kind, f.summary, f.symptoms) for f in report.findings]
 
 
+def test_a_swap_with_a_response_of_a_larger_top_k_is_one_finding(scored: Any, world: Any, tmp_path: Path) -> None:
+    small, large = 2, 3  # top_k 8 and 20
+    sets = {small: scored.sets_of(world.responses[large]), large: scored.sets_of(world.responses[small])}
+    swapped = world.with_sets([small, large], lambda row: sets[row])
+    report = report_of(tmp_path / "spool", swapped, Opened(scored, {0: world.model}))
+    assert loud(report) == [FindingKind.MASK_SWAPPED]
+    assert FindingKind.SET_SIZE in {symptom.kind for symptom in report.findings[0].symptoms}
+
+
 def test_recorded_scores_need_no_model(scored: Any, world: Any, tmp_path: Path) -> None:
     responses = [
         replace(r, extra={"x_l": (r.behavior_logprobs + 1e-6).tolist(), "x_l_version": 0}) for r in world.responses
