@@ -157,8 +157,8 @@ ADVICE: Mapping[FindingKind, Advice] = {
         "Check when the version counter steps against when weights are swapped in.",
     ),
     FindingKind.DRAWS: _advice(
-        "The places of sampled tokens in their recorded distributions are not uniform: some parts are drawn too often.",
-        "Responses without their whole distribution; a generator that is uniform and predictable.",
+        "The places of sampled tokens in their kept distributions, recorded or a model's, are not uniform.",
+        "Responses of which neither distribution is known; a generator that is uniform and predictable.",
         "Compare the sampler's draw with the distribution it records: another temperature, greedy steps among sampled "
         "ones, a filter after the record. If responses were chosen by reward, say so (`filtered`).",
     ),

@@ -42,6 +42,10 @@ class TokenScores:
     expected_T: Floats | None = None
     """What b should be, over its own domain and under the weights that drew the token: -inf where the token lies
     outside its recorded set, NaN where it cannot be known. None: nowhere."""
+    places_T: Floats | None = None
+    """Place of the token in the model's distribution over its recorded set, in probability order: uniform in [0, 1) for
+    honest draws. NaN where one id was kept, where the weights that drew it are not at hand, and in responses whose b
+    disagrees with them. None: nowhere."""
     versions_told: bool = True
     """False where a model was given without its version, so that it may not have drawn tokens of several versions."""
     refused: Mapping[str, int] = field(default_factory=dict)

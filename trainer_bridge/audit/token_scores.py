@@ -22,6 +22,7 @@ from keptset.trainer_bridge.audit.audited_batch import TokenScores
 from keptset.trainer_bridge.audit.best_forms import explain
 from keptset.trainer_bridge.audit.explanations import BatchSets
 from keptset.trainer_bridge.audit.floors import FloorSums
+from keptset.trainer_bridge.audit.model_places import PlacesRead
 from keptset.trainer_bridge.audit.refusals import refusals
 from keptset.trainer_bridge.audit.residuals import Floats, affected_responses, residuals
 from keptset.trainer_bridge.audit.scorer import Scorer
@@ -64,6 +65,7 @@ class ModelScorer:
             explained=into.explained,
             hints=into.hints,
             expected_T=into.expected_T,
+            places_T=into.places_T,
             versions_told=self.scorer.versions != (None,),
             refused=told,
             floors=self._floors(good),
@@ -78,14 +80,16 @@ class ModelScorer:
             tokens = packed.tokens
             weights = WeightsOfPass(scorer=self.scorer, packed=packed, drawn_T=drawn_by(tokens, self.scorer.versions))
             every = np.arange(tokens.num_tokens)
-            kept_T, full_T = _kept_and_full(tokens, packed.logit_index_T, weights.logits_of(now), self.scorer)
-            expected_T = np.full(tokens.num_tokens, np.nan)
+            kept_T, full_T, now_T = _kept_and_full(tokens, packed.logit_index_T, weights.logits_of(now), self.scorer)
+            expected_T, places_T = np.full(tokens.num_tokens, np.nan), np.full(tokens.num_tokens, np.nan)
             for index in np.unique(weights.drawn_T[weights.drawn_T != ELSEWHERE]).tolist():
                 drawn = np.flatnonzero(weights.drawn_T == index)
-                scores = (kept_T[drawn], full_T[drawn])
+                *scores, places_T[drawn] = kept_T[drawn], full_T[drawn], now_T[drawn]
                 if index != now:
                     rows = packed.logit_index_T[drawn]
-                    scores = _kept_and_full(tokens.take(drawn), rows, weights.logits_of(index), self.scorer)
+                    *scores, places_T[drawn] = _kept_and_full(
+                        tokens.take(drawn), rows, weights.logits_of(index), self.scorer
+                    )
                 expected_T[drawn] = self._expected(weights, index, drawn, *scores)
             at = at_T[token : token + tokens.num_tokens]
             into.kept_T[at] = np.where(np.isfinite(kept_T), kept_T, np.nan)
@@ -94,8 +98,10 @@ class ModelScorer:
             into.same_T[at] = weights.drawn_T == now
             residual_T, compared_T = residuals(tokens, expected_T)
             for affected in affected_responses(tokens, residual_T, compared_T):
+                places_T[affected.tokens] = np.nan
                 for kind, (value_T, hint) in explain(weights, affected, sets, row + affected.row).items():
                     into.explain(kind, at[every[affected.tokens]], value_T, hint)
+            into.places_T[at] = places_T
             row, token = row + len(part), token + tokens.num_tokens
 
     def _expected(self, weights: WeightsOfPass, index: int, drawn: Ints, kept_T: Floats, full_T: Floats) -> Floats:
@@ -155,6 +161,7 @@ class _Collected:
         self.kept_T = np.full(num_tokens, np.nan)
         self.full_T = np.full(num_tokens, np.nan)
         self.expected_T = np.full(num_tokens, np.nan)
+        self.places_T = np.full(num_tokens, np.nan)
         self.same_T = np.zeros(num_tokens, bool)
         self.explained: dict[FindingKind, Floats] = {}
         self.hints: dict[FindingKind, Ints] = {}
@@ -170,18 +177,25 @@ def _hashed(rollout_id: str) -> float:
     return float(int.from_bytes(digest, "little") * 2.0**-64)
 
 
-def _kept_and_full(tokens: SampledTokens, rows_T: Ints, logits_of: LogitsOf, scorer: Scorer) -> tuple[Floats, Floats]:
-    """l over K and over the vocabulary: -inf over K where the token lies outside it, NaN where nothing can be said."""
-    kept_T, full_T = np.full(tokens.num_tokens, np.nan), np.full(tokens.num_tokens, np.nan)
+def _kept_and_full(
+    tokens: SampledTokens, rows_T: Ints, logits_of: LogitsOf, scorer: Scorer
+) -> tuple[Floats, Floats, Floats]:
+    """l over K and over the vocabulary, and the tokens' places in K.
+
+    -inf over K where the token lies outside it, NaN where nothing can be said.
+    """
+    kept_T, full_T, places_T = (np.full(tokens.num_tokens, np.nan) for _ in range(3))
     listed, absent = np.flatnonzero(~tokens.absent_T), np.flatnonzero(tokens.absent_T & (tokens.temperature_T > 0))
     if len(listed):
         job = job_of(tokens.take(listed), scorer.vocab_size, on_violation="exclude", entropy=False, full_share=1.0)
-        kept_T[listed], full_T[listed] = _run(job, logits_of, rows_T[listed], scorer.vocab_size)
+        read = PlacesRead(tokens=tokens.take(listed), rows_T=rows_T[listed], plan=job.plan)
+        kept_T[listed], full_T[listed] = _run(job, read.watching(logits_of), rows_T[listed], scorer.vocab_size)
+        places_T[listed] = read.u_T
         kept_T[listed[job.plan.violations.bad_T]] = -np.inf
     if len(absent):
         job = full_vocabulary_job_of(tokens.take(absent), scorer.vocab_size, entropy=False)
         full_T[absent], _ = _run(job, logits_of, rows_T[absent], scorer.vocab_size)
-    return kept_T, full_T
+    return kept_T, full_T, places_T
 
 
 def _kept_only(tokens: SampledTokens, rows_T: Ints, logits_of: LogitsOf, scorer: Scorer) -> Floats:

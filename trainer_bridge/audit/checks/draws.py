@@ -1,9 +1,10 @@
-"""Are sampled tokens draws from the kept distributions recorded with them?
+"""Are sampled tokens draws from their kept distributions?
 
 Each token's place in its distribution, in probability order, is uniform for an honest sampler; a Kolmogorov test says
-whether all of them together are. Sees any sampler that prefers some part of the distribution: greedy steps, another
-temperature, a filter behind the record. Cannot see what leaves all places uniform, such as a predictable generator, nor
-responses whose whole distribution was not recorded. Only positions with more than one kept id say anything.
+whether all of them together are. The distribution is the recorded one, else the model's over the recorded set, in
+responses whose b agrees with the model. Sees any sampler that prefers some part of the distribution: greedy steps,
+another temperature, a filter behind the record. Cannot see what leaves all places uniform, such as a predictable
+generator, nor responses of which neither distribution is known. Only positions with more than one kept id say anything.
 """
 
 from __future__ import annotations
@@ -37,17 +38,24 @@ class Draws(Check):
     def __init__(self, options: AuditOptions) -> None:
         self._counts: NDArray[np.int64] | None = None
         self._responses = 0
-        """With their whole distribution."""
+        """With places."""
 
     def add(self, batch: AuditedBatch) -> None:
         sound = batch.sound
         recorded_B = sound.column("kept_logprobs").is_valid().to_numpy(zero_copy_only=False)
-        if not recorded_B.any():
-            return
-        self._responses += int(recorded_B.sum())
-        u = places_of_draws(sound if recorded_B.all() else sound.filter(recorded_B))
-        # A sum that rounds beyond 1 belongs to the last bin.
-        self._count(np.bincount(np.minimum((u * BINS).astype(np.int64), BINS - 1), minlength=BINS))
+        if recorded_B.any():
+            self._add(places_of_draws(sound if recorded_B.all() else sound.filter(recorded_B)), int(recorded_B.sum()))
+        if batch.scores is not None and batch.scores.places_T is not None and not recorded_B.all():
+            counts_C = batch.sound_B[batch.counted_B]
+            counts_C[counts_C] = ~recorded_B
+            row_T = batch.tokens.row_T
+            known_T = counts_C[row_T] & ~np.isnan(batch.scores.places_T)
+            self._add(batch.scores.places_T[known_T], len(np.unique(row_T[known_T])))
+
+    def _add(self, u: NDArray[np.float64], responses: int) -> None:
+        self._responses += responses
+        if len(u):  # a sum that rounds beyond 1 belongs to the last bin
+            self._count(np.bincount(np.minimum((u * BINS).astype(np.int64), BINS - 1), minlength=BINS))
 
     def _count(self, counts: NDArray[np.int64]) -> None:
         self._counts = counts if self._counts is None else self._counts + counts
@@ -61,9 +69,9 @@ class Draws(Check):
         count = 0 if self._counts is None else int(self._counts.sum())
         if self._counts is None or count < FEWEST:
             reason = (
-                "it needs whole kept distributions (kept_logprobs, recorded on a share of the responses) with at least "
-                f"{FEWEST} sampled tokens that had a choice, in responses without an error that repeat no other's id "
-                f"or seed; there are {count}"
+                "it needs whole kept distributions (kept_logprobs, recorded on a share of the responses, or those of a "
+                f"model that agrees with the recorded log-probabilities) with at least {FEWEST} sampled tokens that "
+                f"had a choice, in responses without an error that repeat no other's id or seed; there are {count}"
             )
             return Outcome(not_tested=(NotTested(check=NAME, reason=reason),))
         d = distance(self._counts)
@@ -81,7 +89,7 @@ class Draws(Check):
             severity=Severity.ERROR,
             count=count,
             responses=self._responses,
-            summary=f"places of {count:,} sampled tokens in their recorded distributions are not uniform: D = {d:.4f}",
+            summary=f"places of {count:,} sampled tokens in their kept distributions are not uniform: D = {d:.4f}",
             advice=ADVICE[FindingKind.DRAWS].act,
             test=NAME,
         )
