@@ -21,7 +21,7 @@ READY_GPU := $(VENV_GPU)/.ready-$(KEY)
 READY_TORCH := $(VENV_TORCH)/.ready-$(KEY)
 
 .NOTPARALLEL:
-.PHONY: help demo test test-gpu-wheel test-torch soak lint typecheck format clean
+.PHONY: help environments demo test test-gpu-wheel test-torch soak lint typecheck format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s%s\n", $$1, $$2}' Makefile
@@ -37,6 +37,8 @@ test-gpu-wheel: $(READY_GPU)  ## the tests with paddlepaddle-gpu 2.6.2 and the o
 
 test-torch: $(READY_TORCH)  ## the trainer's half with torch and without Paddle, in .venv-torch
 	$(VENV_TORCH)/bin/python -m pytest tests/trainer_bridge tests/scripts/test_bench_scoring.py $(ARGS)
+
+environments: $(READY_TEST) $(READY_GPU) $(READY_TORCH)  ## only set up .venv, .venv-gpu and .venv-torch
 
 soak: $(READY_TEST)  ## readers against 100,000 mutated inputs each, the spool against 200 kills; goes on where it was ended
 	$(VENV)/bin/python tests/soak/soak.py $(ARGS)
