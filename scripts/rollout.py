@@ -103,7 +103,7 @@ def command(
     ] = 0,
     gpus_per_actor: Annotated[float, typer.Option(help="Fractions allowed.", min=0, rich_help_panel=RAY)] = 0.0,
     threads_per_actor: Annotated[
-        int, typer.Option(help="0: this machine's cores, shared out.", min=0, rich_help_panel=RAY)
+        int, typer.Option(help="0: this machine's cores, shared out; 1 on a cluster.", min=0, rich_help_panel=RAY)
     ] = 0,
     address: Annotated[
         str | None, typer.Option(help="A running cluster, such as auto; left out: this machine.", rich_help_panel=RAY)
@@ -178,7 +178,7 @@ def command(
     ray_options = {
         "actors": count,
         "gpus_per_actor": gpus_per_actor,
-        "threads_per_actor": threads_per_actor or max(1, usable_cores() // count),
+        "threads_per_actor": threads_per_actor or (1 if address is not None else max(1, usable_cores() // count)),
         "address": address,
         "placement": placement,
         "max_restarts": max_restarts,

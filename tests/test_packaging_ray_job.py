@@ -32,20 +32,6 @@ JOB = """
     print("driver:", keptset.__file__)
     print("worker:", ray.get(on_a_worker.remote()))
 """
-ROLLOUT = """
-    import sys
-
-    import numpy as np
-
-    from keptset.rollout.pool import RolloutPool
-    from keptset.rollout.request import Request
-    from keptset.schemas.sampling_params import SamplingParams
-
-    params = SamplingParams(top_p=0.9, max_new_tokens=4)
-    prompts = (Request(prompt_id=f"p{i}", prompt_token_ids=np.array([i, 1]), params=params) for i in range(3))
-    with RolloutPool(sys.argv[1], address="auto") as pool:
-        print("rollouts:", sum(len(batch) for batch in pool.run(prompts)))
-"""
 CHECKPOINT = Path(__file__).parent / "data" / "tiny_checkpoints" / "llama_tied"
 
 
@@ -82,7 +68,6 @@ def test_a_job_runs_on_the_uploaded_checkout(dashboard: str, repository: Path, t
     checkout = tmp_path / "checkout"
     shutil.copytree(repository, checkout, ignore=shutil.ignore_patterns("__pycache__", ".*", "data"))
     (checkout / "job.py").write_text(textwrap.dedent(JOB))
-    (checkout / "draw.py").write_text(textwrap.dedent(ROLLOUT))
 
     done = submitted(dashboard, checkout, "job.py")
     answers = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line.startswith(("driver:", "worker:")))
@@ -91,7 +76,22 @@ def test_a_job_runs_on_the_uploaded_checkout(dashboard: str, repository: Path, t
     assert answers["worker"] == str(uploaded / "schemas" / "sampling_params.py")
 
     if all(find_spec(package) for package in ("paddle", "safetensors")):
-        assert "rollouts: 3" in submitted(dashboard, checkout, "draw.py", str(CHECKPOINT)).stdout
+        # As docs/rollout.md has it.
+        prompts, spool = tmp_path / "prompts.jsonl", tmp_path / "spool"
+        prompts.write_text("".join(f'{{"token_ids": [{i}, 1]}}\n' for i in range(3)))
+        options = ("--model", str(CHECKPOINT), "--max-new-tokens", "4", "--ignore-eos", "--address", "auto")
+        command = (
+            "-m",
+            "keptset.scripts.main",
+            "rollout",
+            str(prompts),
+            "-o",
+            str(spool),
+            *options,
+            "--placement",
+            "SPREAD",
+        )
+        assert "3 responses, 12 tokens in" in submitted(dashboard, checkout, *command).stdout
 
 
 def submitted(dashboard: str, checkout: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
