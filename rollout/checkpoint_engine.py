@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class CheckpointEngine:
     """Call it to get a RolloutEngine. Errors of the call: CheckpointError where the folder cannot be used."""
 
-    folder: Path
+    folder: str | Path
     """A Hugging Face folder of a Llama, Qwen2 or Qwen3 model, readable where the engine is to run."""
     config: EngineConfig = field(default_factory=EngineConfig)
     model_id: str | None = None
@@ -33,16 +33,18 @@ class CheckpointEngine:
         from keptset.rollout.engine import RolloutEngine
         from keptset.rollout.models import load_decoder
 
+        folder = Path(self.folder)
         return RolloutEngine(
-            load_decoder(self.folder, self.dtype),
+            load_decoder(folder, self.dtype),
             self.config,
-            model_id=self.model_id or self.folder.resolve().name,
-            tokenizer=self._tokenizer(),
-            tokenizer_digest=tokenizer_digest(self.folder),
+            model_id=self.model_id or folder.resolve().name,
+            tokenizer=_tokenizer(folder),
+            tokenizer_digest=tokenizer_digest(folder),
             version=self.version,
         )
 
-    def _tokenizer(self) -> Tokenizer | None:
-        """For stop strings; a folder or an installation without one serves token ids all the same."""
-        readable = (self.folder / "tokenizer.json").is_file() and find_spec("tokenizers") is not None
-        return Tokenizer.from_folder(self.folder) if readable else None
+
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    """For stop strings; a folder or an installation without one serves token ids all the same."""
+    readable = (folder / "tokenizer.json").is_file() and find_spec("tokenizers") is not None
+    return Tokenizer.from_folder(folder) if readable else None
