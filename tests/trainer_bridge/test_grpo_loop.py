@@ -19,7 +19,9 @@ from keptset.schemas.columns import Identity
 from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.schemas.sampling_params import SamplingParams
 from keptset.trainer_bridge import reference
+from keptset.trainer_bridge.advantages import group_advantages
 from keptset.trainer_bridge.alignment import PackedBatch, to_packed, to_padded
+from keptset.trainer_bridge.diagnostics import Diagnostics
 from keptset.trainer_bridge.losses import grpo_loss
 from keptset.trainer_bridge.ratios import log_ratios_of
 from keptset.trainer_bridge.scoring import score_aligned, score_aligned_full_vocabulary
@@ -265,7 +267,7 @@ def test_the_other_examples_of_the_page_run(world: Any) -> None:
         "logits_now": later,
         "score_aligned": score_aligned,
     }
-    decoupled, context = CODE[1:]
+    decoupled, _, context = CODE[1:]
     exec(decoupled, namespace)
     assert float(namespace["loss"].value) != 0
 
@@ -275,13 +277,39 @@ def test_the_other_examples_of_the_page_run(world: Any) -> None:
     for rank in range(2):
         namespace |= {"rank": rank, "num_ranks": 2, "tensor": np.asarray}
         namespace["local_logits"] = lambda part: flat[part.position_index]
-        namespace["all_gather"] = lambda scores: _every_rank(padded, flat)
+        namespace["all_gather"] = lambda logprobs: _every_rank(padded, flat)
         exec(context, namespace)
         ranks.append({name: namespace[name] for name in ("whole", "part", "local")})
     for one in ranks:
         np.testing.assert_allclose(one["whole"].gradient_T, whole.gradient_T)
     scores = score_aligned(padded, grid).logprobs_T
     assert sum(float(one["local"]) for one in ranks) == pytest.approx(float(np.sum(whole.gradient_T * scores)))
+
+
+def test_micro_batches_of_the_page_add_up_to_the_batch(world: Any, framework: Any) -> None:
+    rewards, host = np.arange(12.0) % 5, world.packed_logits() * 1.2
+    whole, packed = framework.tensor(host), to_packed(world.batch)
+    ratios = log_ratios_of(score_aligned(packed, whole), packed.tokens)
+    advantages = group_advantages(rewards, ["one"] * 12)
+    expected = framework.gradient(grpo_loss(ratios, advantages, denominator=12).value, whole)
+    gradients: list[np.ndarray] = []
+    leaves: list[Any] = []
+
+    def logits_of(part: PackedBatch) -> Any:
+        begin = sum(len(gradient) for gradient in gradients)
+        leaves.append(framework.tensor(host[begin : begin + part.num_positions]))
+        return leaves[-1]
+
+    namespace: dict[str, Any] = {
+        "batch": world.batch, "rewards": rewards, "step": 12, "Diagnostics": Diagnostics, "logits_of": logits_of,
+        "to_packed": to_packed, "score_aligned": score_aligned, "log_ratios_of": log_ratios_of, "grpo_loss": grpo_loss,
+        "group_advantages": lambda rewards, groups: advantages,
+        "backward": lambda value: gradients.append(framework.gradient(value, leaves[-1])),
+    }  # fmt: skip
+    exec(CODE[2].replace("positions=2048", "positions=30"), namespace)
+    assert len(gradients) > 2, "several micro-batches"
+    np.testing.assert_allclose(np.concatenate(gradients), expected, rtol=0, atol=1e-12)
+    assert namespace["diagnostics"].report().token.count == packed.tokens.trainable_T.sum()
 
 
 def _every_rank(padded: Any, flat: np.ndarray) -> list[np.ndarray]:
