@@ -18,6 +18,10 @@ BENCHES = {
         "keptset.scripts.bench_scoring",
         "Scoring from hidden states, against the full vocabulary and against padded candidates.",
     ),
+    "step": (
+        "keptset.scripts.bench_step",
+        "What scoring, loss and diagnostics take of a training step.",
+    ),
     "audit": (
         "keptset.scripts.bench_audit",
         "Kept ids a second and memory of an audit, against a plain read and a loop.",
