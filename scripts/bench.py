@@ -26,6 +26,10 @@ BENCHES = {
         "keptset.scripts.bench_audit",
         "Kept ids a second and memory of an audit, against a plain read and a loop.",
     ),
+    "audit-power": (
+        "keptset.scripts.bench_audit_power",
+        "What an audit finds of every kind of planted fault, and of honest rollouts.",
+    ),
     "wire": (
         "keptset.scripts.bench_wire",
         "Bytes a token in memory, spool and archive, against other formats.",
