@@ -197,9 +197,6 @@ def test_scores_and_gradients_over_many_threads_are_the_oracles(
     np.testing.assert_allclose(anywhere.host(weight.grad), d_TV.T @ h, rtol=unit, atol=20 * unit)
 
 
-@pytest.mark.xfail(
-    strict=False, reason="threads and Paddle's hand do not silence NumPy about numbers that are not finite"
-)
 @pytest.mark.parametrize("tokens", [3, 400])
 def test_hidden_states_that_are_infinite_pass_through_without_a_warning(
     anywhere: Any, tokens: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch

@@ -12,9 +12,11 @@ of them where they are many), B pieces of a batch, K pairs of each; R positions,
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain, islice, pairwise
+from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,10 +40,11 @@ class HostWork:
     """Working memory at most, over all threads."""
     threads: int
 
-    def pairs_at_once(self, table_VH: Array) -> int:
-        """Of one thread: a row each as it is read, and as it is widened."""
-        row_bytes = int(table_VH.shape[1]) * np.dtype(self.dtype).itemsize
-        return max(1, min(_BATCH_BYTES, self.scratch_bytes // (2 * self.threads)) // row_bytes)
+    def within(self, table_VH: Array) -> tuple[int, int]:
+        """Threads, and pairs of one at once: each has a row of both sides as they are read, and as they are widened."""
+        pair_bytes = 4 * int(table_VH.shape[1]) * np.dtype(self.dtype).itemsize
+        threads = max(1, min(self.threads, self.scratch_bytes // pair_bytes))
+        return threads, max(1, min(4 * _BATCH_BYTES, self.scratch_bytes // threads) // pair_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,20 +75,22 @@ class _Pieces:
         ends = np.cumsum(sizes)
         self.pairs_S: Ints = np.arange(len(rows_M)) + np.repeat(starts - (ends - sizes), sizes)
         """Index of each pair among the caller's."""
-        self._sizes, self._ends, self._most = sizes.tolist(), ends.tolist(), most
+        self._ends, self._most = ends, most
+        self._bounds = np.flatnonzero(np.append(True, (np.diff(sizes) != 0) | (np.diff(within[order] > 0) != 0)))
 
-    def batches(self, begin: int, end: int) -> list[_Batch]:
-        """Of pieces [begin, end), at most `most` pairs each."""
-        made, first = [], begin
-        for piece in range(begin, end):
-            size = self._sizes[piece]
-            full = (piece + 1 - first) * size > self._most - size
-            if full or piece + 1 == end or self._sizes[piece + 1] != size:
-                num, stop = piece + 1 - first, self._ends[piece]
-                pairs = slice(stop - num * size, stop)
-                made.append(_Batch(pieces=slice(first, piece + 1), pairs=pairs, shape=(num, size)))
-                first = piece + 1
-        return made
+    def batches(self, *, first: bool) -> Iterator[_Batch]:
+        """Of all first pieces, or of all further ones; at most `most` pairs each."""
+        bounds = np.append(self._bounds, len(self.rows_P)).tolist()
+        for begin, end in pairwise(bounds):
+            if (begin < self.num_first) is not first:
+                continue
+            size = int(self._ends[begin] - (self._ends[begin - 1] if begin else 0))
+            step = max(1, self._most // size)
+            for low in range(begin, end, step):
+                high = min(low + step, end)
+                stop = int(self._ends[high - 1])
+                pairs = slice(stop - (high - low) * size, stop)
+                yield _Batch(pieces=slice(low, high), pairs=pairs, shape=(high - low, size))
 
 
 def host_threads() -> int:
@@ -99,7 +104,8 @@ def host_threads() -> int:
 
 def dots(hidden_RH: Array, table_VH: Array, rows_M: Ints, ids_M: Ints, how: HostWork) -> Array:
     """z [M] of M >= 1 pairs. Equal `rows_M` stand together; ids lie in [0, V)."""
-    pieces = _Pieces(rows_M, how.pairs_at_once(table_VH))
+    threads, most = how.within(table_VH)
+    pieces = _Pieces(rows_M, most)
     ids_S, z_S = ids_M[pieces.pairs_S], np.empty(len(ids_M), how.dtype)
 
     def work(batch: _Batch) -> None:
@@ -107,7 +113,7 @@ def dots(hidden_RH: Array, table_VH: Array, rows_M: Ints, ids_M: Ints, how: Host
         hidden_BH1 = _read(hidden_RH, pieces.rows_P[batch.pieces], how)[:, :, None]
         np.matmul(table_BKH, hidden_BH1, out=z_S[batch.pairs].reshape(*batch.shape, 1))
 
-    _on_threads(work, pieces.batches(0, len(pieces.rows_P)), how.threads)
+    _on_threads(work, chain(pieces.batches(first=True), pieces.batches(first=False)), threads)
     z_M = np.empty_like(z_S)
     z_M[pieces.pairs_S] = z_S
     return z_M
@@ -115,7 +121,8 @@ def dots(hidden_RH: Array, table_VH: Array, rows_M: Ints, ids_M: Ints, how: Host
 
 def weighted_rows(table_VH: Array, rows_M: Ints, ids_M: Ints, weight_M: Array, num_rows: int, how: HostWork) -> Array:
     """G [R, H] of M >= 1 pairs, exactly 0 for rows without one. Equal `rows_M` stand together; ids lie in [0, V)."""
-    pieces = _Pieces(rows_M, how.pairs_at_once(table_VH))
+    threads, most = how.within(table_VH)
+    pieces = _Pieces(rows_M, most)
     ids_S, weight_S = ids_M[pieces.pairs_S], weight_M[pieces.pairs_S].astype(how.dtype, copy=False)
     sums_RH = np.zeros((num_rows, table_VH.shape[1]), how.dtype)
 
@@ -127,9 +134,11 @@ def weighted_rows(table_VH: Array, rows_M: Ints, ids_M: Ints, weight_M: Array, n
     def work(batch: _Batch) -> None:
         sums_RH[pieces.rows_P[batch.pieces]] = sums_BH(batch)
 
-    _on_threads(work, pieces.batches(0, pieces.num_first), how.threads)
-    for batch in pieces.batches(pieces.num_first, len(pieces.rows_P)):
+    def add(batch: _Batch) -> None:
         np.add.at(sums_RH, pieces.rows_P[batch.pieces], sums_BH(batch))
+
+    _on_threads(work, pieces.batches(first=True), threads)
+    _on_threads(add, pieces.batches(first=False), 1)
     return sums_RH
 
 
@@ -137,16 +146,26 @@ def _read(table: Array, index: Ints, how: HostWork) -> Array:
     return table.take(index, axis=0).astype(how.dtype, copy=False)
 
 
-def _on_threads(work: Callable[[_Batch], None], batches: list[_Batch], threads: int) -> None:
-    threads = max(1, min(threads, len(batches) // _BATCHES_PER_THREAD))
+def _on_threads(work: Callable[[_Batch], None], batches: Iterator[_Batch], threads: int) -> None:
+    """`work` on every batch, each by whichever thread is free."""
+    next_batch = Lock()
 
-    def share(number: int) -> None:
-        for batch in batches[number::threads]:
-            work(batch)
+    def share() -> None:
+        with np.errstate(invalid="ignore", over="ignore"):  # states that are no numbers are for the scores to tell
+            while True:
+                with next_batch:
+                    batch = next(batches, None)
+                if batch is None:
+                    return
+                work(batch)
 
+    few = list(islice(batches, threads * _BATCHES_PER_THREAD))
+    batches = chain(few, batches)
+    if len(few) < threads * _BATCHES_PER_THREAD:
+        threads = max(1, len(few) // _BATCHES_PER_THREAD)
     if threads == 1:
-        share(0)
+        share()
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="keptset-pairs") as pool:
-        for done in [pool.submit(share, number) for number in range(threads)]:
+        for done in [pool.submit(share) for _ in range(threads)]:
             done.result()
