@@ -24,6 +24,8 @@ from rich.progress import Progress as Bars
 from keptset.schemas.errors import InvalidInput, MissingDependency
 from keptset.schemas.findings import Severity
 from keptset.scripts.audit_json import to_json
+from keptset.scripts.audit_ray import audit_on_ray
+from keptset.scripts.audit_ray import with_left_out_values as with_left_out_values
 from keptset.scripts.audit_text import print_audit, print_comparison
 from keptset.scripts.demo_model import default_cache
 from keptset.scripts.html_page import write_page
@@ -91,6 +93,13 @@ def command(
     workers: Annotated[
         int | None, typer.Option(help="Processes; left out: as many as there are cores, one with a model.", min=1)
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[ADDRESS]",
+            help="Spread the work over a Ray cluster; without an address that of RAY_ADDRESS, or one started here.",
+        ),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Go on where the same audit was interrupted.")
     ] = True,
@@ -112,10 +121,10 @@ def command(
     """
     _check_outputs(html, json_file)
     if against:
-        if model or trainer_logprobs or html:
+        if model or trainer_logprobs or html or ray is not None:
             raise InvalidInput(
                 "--against compares two recordings and nothing else: leave --model, "
-                "--trainer-logprobs and --html out, or run twice"
+                "--trainer-logprobs, --html and --ray out, or run twice"
             )
         comparison = compare(paths, against, unguarded=unguarded)
         _write_json(comparison, as_json=as_json, json_file=json_file)
@@ -128,12 +137,12 @@ def command(
         max_version_lag=max_version_lag,
         filtered=filtered,
         sample=sample,
-        workers=1 if model and workers is None else workers,
+        workers=1 if model and workers is None and ray is None else workers,
         unguarded=unguarded,
         work=_work_folder(paths) if resume else None,
         scorer=_scorer(model or [], trainer_logprobs),
     )
-    report = _run(paths, options)
+    report = _run(paths, options, ray)
     report = _decoded(report, tokenizer, model or [])
     _put_out(report, as_json=as_json, json_file=json_file, html=html)
     code = exit_code(report, Severity(fail_on.value))
@@ -176,10 +185,11 @@ def _work_folder(paths: list[str]) -> Path:
     return default_cache() / "audits" / hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
 
 
-def _run(paths: list[str], options: AuditOptions) -> AuditReport:
+def _run(paths: list[str], options: AuditOptions, ray: str | None) -> AuditReport:
     try:
         with _progress() as tell:
-            report = audit(paths, replace(options, progress=tell))
+            options = replace(options, progress=tell)
+            report = audit(paths, options) if ray is None else audit_on_ray(paths, options, ray)
     except KeyboardInterrupt:
         again = "nothing of it was kept" if options.work is None else "the same command goes on from there"
         print(f"keptset: interrupted; {again}", file=sys.stderr)

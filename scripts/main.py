@@ -1,7 +1,8 @@
 """The `keptset` command: which subcommands there are, and what an error means for the exit code.
 
-A subcommand is a module with a function `command`, whose parameters typer reads; its line in `COMMANDS` is all that
-registers it. The module is imported when its subcommand is called, so `keptset --help` loads neither Paddle nor Ray.
+A subcommand is a module with a function `command`, whose parameters typer reads, and perhaps `with_left_out_values`,
+which has its arguments before typer; its line in `COMMANDS` is all that registers it. The module is imported when its
+subcommand is called, so `keptset --help` loads neither Paddle nor Ray.
 """
 
 from __future__ import annotations
@@ -82,8 +83,11 @@ class LazyCommand(TyperCommand):
         self.module = module
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        module = importlib.import_module(self.module)
         app = typer.Typer(add_completion=False)
-        app.command(self.name)(importlib.import_module(self.module).command)
+        app.command(self.name)(module.command)
+        # A value that may be left out is nothing that typer knows.
+        args = getattr(module, "with_left_out_values", list)(args)
         return typer.main.get_command(app).make_context(info_name, args, parent=parent, **extra)
 
 
