@@ -78,14 +78,15 @@ def _spool(
 ) -> list[RolloutBatch]:
     """What is in the spool, which is sampled first where it is not there. `number` tells samples of a prompt apart."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path.with_name("lock"), "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.is_dir():
-                partial = path.with_name(f"{path.name}.partial")
-                shutil.rmtree(partial, ignore_errors=True)
-                _sample(partial, source, settings, number, seed, progress)
-                partial.rename(path)
+        if not path.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path.with_name("lock"), "a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not path.is_dir():  # else another process made it meanwhile
+                    partial = path.with_name(f"{path.name}.partial")
+                    shutil.rmtree(partial, ignore_errors=True)
+                    _sample(partial, source, settings, number, seed, progress)
+                    partial.rename(path)
     except OSError as error:
         raise StorageError(f"cannot keep rollouts in {path}: {error.strerror or error}") from error
     return list(SpoolReader(path))
