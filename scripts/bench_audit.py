@@ -22,7 +22,7 @@ from keptset.schemas.storage.spool import SpoolReader, SpoolWriter
 from keptset.scripts.bench_wire_rollouts import made_up_rollouts, without_distributions
 from keptset.scripts.timing import interleaved, print_numbers
 from keptset.trainer_bridge.audit import AuditOptions, audit
-from keptset.trainer_bridge.audit.usable_cores import usable_cores
+from keptset.trainer_bridge.usable_cores import usable_cores
 
 GOAL, GOAL_DRAWS, GOAL_PEAK_MB = 20e6, 10e6, 600
 """Kept ids a second on two cores, without and with the draw test; resident memory of all processes."""

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keptset.trainer_bridge import reference
-from keptset.trainer_bridge.scoring import Head, score_from_hidden
+from keptset.trainer_bridge.scoring import Head, host_pairs, score_from_hidden
 from keptset.trainer_bridge.scoring.host_pairs import HostWork, dots, host_threads, weighted_rows
 
 VOCAB = 300
@@ -156,7 +156,7 @@ def test_what_is_read_at_once_stays_within_the_bound(
 def test_threads_are_as_many_as_cores_or_fewer_where_the_user_says_so(
     asked: str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 3, 5})
+    monkeypatch.setattr(host_pairs, "usable_cores", lambda: 3)
     monkeypatch.setenv("MKL_NUM_THREADS", asked)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert host_threads() == expected
@@ -176,7 +176,7 @@ def many_sets(rng: np.random.Generator, tokens: int = 400, size: int = 24) -> di
 def test_scores_and_gradients_over_many_threads_are_the_oracles(
     anywhere: Any, stored: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(4)))
+    monkeypatch.setattr(host_pairs, "usable_cores", lambda: 4)
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     case = many_sets(rng)
     hidden = anywhere.tensor(rng.normal(size=(400, 64)) / 4, stored, gradient=True)
@@ -201,7 +201,7 @@ def test_scores_and_gradients_over_many_threads_are_the_oracles(
 def test_hidden_states_that_are_infinite_pass_through_without_a_warning(
     anywhere: Any, tokens: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(4)))
+    monkeypatch.setattr(host_pairs, "usable_cores", lambda: 4)
     case, h = many_sets(rng, tokens), rng.normal(size=(tokens, 64))
     h[1] = np.inf
     weight = anywhere.tensor(rng.normal(size=(VOCAB, 64)))

@@ -23,7 +23,7 @@ from keptset.trainer_bridge.audit.partial import Partial
 from keptset.trainer_bridge.audit.planning import Unit, plan
 from keptset.trainer_bridge.audit.report import AuditReport
 from keptset.trainer_bridge.audit.unit_audit import audit_unit
-from keptset.trainer_bridge.audit.usable_cores import usable_cores
+from keptset.trainer_bridge.usable_cores import usable_cores
 
 Spread = Callable[[Sequence[Unit], AuditOptions], Iterator[tuple[int, Partial]]]
 """Works units and gives the sums of runs of them, in their order, each with how many units it is of."""

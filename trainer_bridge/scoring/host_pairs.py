@@ -21,6 +21,8 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
+from keptset.trainer_bridge.usable_cores import usable_cores
+
 Array = NDArray[np.floating]
 Ints = NDArray[np.int64]
 
@@ -98,7 +100,7 @@ def host_threads() -> int:
 
     OMP_NUM_THREADS is not asked: Paddle and Ray set it to 1 unasked."""
     asked = os.environ.get("MKL_NUM_THREADS", "")
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     return max(1, min(cores, int(asked))) if asked.isdecimal() else cores
 
 

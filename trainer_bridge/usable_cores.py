@@ -1,4 +1,4 @@
-"""How many processes make sense here."""
+"""How many processes or threads make sense here."""
 
 from __future__ import annotations
 
