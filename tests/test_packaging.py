@@ -3,16 +3,27 @@
 A user's own `scripts` and `schemas`, as folders without `__init__.py` or as modules, stay theirs in each case.
 """
 
+import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 
+from keptset.schemas.rollout_batch import RolloutBatch
+from keptset.schemas.storage.archive import read_archive
+from keptset.schemas.storage.spool import SpoolWriter
+
 ROOMS = ("rollout", "schemas", "scripts", "trainer_bridge")
+Keptset = Callable[..., "subprocess.CompletedProcess[str]"]
 LEFT_OUT = shutil.ignore_patterns("__pycache__", ".*")
 
 
@@ -143,3 +154,98 @@ def test_a_users_own_rooms_stay_theirs(install: str, kind: str, tmp_path: Path, 
     # -S leaves out this interpreter's own site-packages, which hold keptset too.
     program = f"import site; site.addsitedir({str(request.getfixturevalue(install))!r}); import main"
     assert run([sys.executable, "-S", "-c", program], cwd=tmp_path) == "both\n"
+
+
+@pytest.fixture(scope="module")
+def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Keptset:
+    """`keptset ARGUMENTS` of an environment that holds the wheel and what it requires, and nothing else."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    for distribution in required_by(importlib.metadata.requires("keptset") or []):
+        tops = {Path(file.parts[0]) for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}
+        for top in tops:
+            (packages / top).symlink_to(Path(str(distribution.locate_file(top))).resolve())
+    # With --no-index pip refuses a wheel whose requirements are not there, and fetches none of them.
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index"]
+    run([*pip, "--disable-pip-version-check", wheel], cwd=folder)
+
+    def keptset(*arguments: object) -> "subprocess.CompletedProcess[str]":
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        return subprocess.run(
+            [folder / "bin" / "keptset", *map(str, arguments)],
+            cwd=folder,
+            env={**environment, "XDG_CACHE_HOME": str(folder / "cache")},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return keptset
+
+
+def required_by(requirements: list[str]) -> list[importlib.metadata.Distribution]:
+    """The distributions that these requirements need here, extras left out, with all that they need in turn."""
+    found: dict[str, importlib.metadata.Distribution] = {}
+    left = list(requirements)
+    while left:
+        requirement = left.pop()
+        (name,) = re.findall(r"^[\w.-]+", requirement)
+        if name in found or "extra ==" in requirement:
+            continue
+        try:
+            found[name] = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:  # for another platform or Python; pip would miss it
+            continue
+        left += found[name].requires or []
+    return list(found.values())
+
+
+@pytest.mark.parametrize("rollouts", ["spool", "archive.parquet"])
+def test_the_bare_wheel_audits(bare: Keptset, repository: Path, rollouts: str) -> None:
+    done = bare("audit", repository / "tests" / "data" / "schema_v1" / rollouts)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "6 responses, 11 tokens (9 sampled)" in done.stdout
+
+
+def test_the_bare_wheel_finds_a_planted_fault(bare: Keptset, repository: Path, tmp_path: Path) -> None:
+    (batch,) = read_archive(repository / "tests" / "data" / "schema_v1" / "archive.parquet")
+    at = batch.arrow.schema.get_field_index("behavior_logprobs")
+    field = batch.arrow.schema.field(at)
+    logprobs: list[Any] = [row and [b and b + 9 for b in row] for row in batch.arrow.column(at).to_pylist()]
+    with SpoolWriter(tmp_path / "spool") as writer:
+        writer.append(RolloutBatch.from_arrow(batch.arrow.set_column(at, field, pa.array(logprobs, field.type))))
+    done = bare("audit", tmp_path / "spool", "--json-file", tmp_path / "audit.json")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "logprob" in done.stdout and '"kind": "logprob"' in (tmp_path / "audit.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--html", "page.html", "keptset: --html needs Jinja: pip install 'keptset[report]'\n"),
+        ("--model", ".", "keptset: an audit with --model runs the model: install keptset[cpu] or keptset[gpu], or "),
+        ("--ray", "", "keptset: --ray needs the package ray: pip install 'keptset[ray]'\n"),
+    ],
+)
+def test_what_the_bare_wheel_cannot_do_names_what_to_install(
+    bare: Keptset, repository: Path, option: str, value: str, said: str
+) -> None:
+    done = bare("audit", repository / "tests" / "data" / "schema_v1" / "archive.parquet", f"{option}={value}")
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(said)
+
+
+def test_an_audit_loads_none_of_the_large_packages_that_are_there(repository: Path, tmp_path: Path) -> None:
+    program = f"""
+import sys
+from keptset.scripts import main
+sys.argv = ["keptset", "audit", {str(repository / "tests" / "data" / "schema_v1")!r} + "/spool"]
+try:
+    main.main()
+finally:
+    print("loaded:", [name for name in ("paddle", "ray", "torch", "transformers") if name in sys.modules])
+"""
+    answer = run([sys.executable, "-c", program], cwd=repository, XDG_CACHE_HOME=str(tmp_path))
+    assert answer.splitlines()[-1] == "loaded: []"
