@@ -6,7 +6,7 @@ its log-probability, and how many kept ids it has (0: none recorded).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,12 +105,20 @@ class PrimeRl(Adapter):
             fields[_MASK] = [sequence.kept_ids, sequence.counts, sequence.kept_logprobs]
         (start, stop), size = sequence.span, len(fields[_INPUT_IDS])
         for number in range(_MASK):
-            if hasattr(fields[number], "__len__") and len(fields[number]) == size:
+            if _is_per_token(fields[number], size):
                 fields[number] = fields[number][start:stop]
         for number in (_SEQUENCE_LENGTHS, _ENV_NAMES, _SEQ_LENS, _TRACE_IDS, _BRANCHES):
             if number < len(fields) and isinstance(fields[number], (list, tuple)):
                 fields[number] = fields[number][part.position : part.position + 1]
         return fields
+
+
+def _is_per_token(value: object, size: int) -> bool:
+    """Whether it is a list or tensor of so many entries. What else an engine put there stays whole."""
+    dense = as_numpy(value)
+    if dense is not None:
+        return dense.ndim > 0 and len(dense) == size
+    return isinstance(value, Sequence) and len(value) == size
 
 
 def _fields(tree: Node) -> list[Node]:

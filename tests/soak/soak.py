@@ -2,8 +2,9 @@
 
     soak.py [--inputs N] [--kills N] [--seed N] [--children N] [--work FOLDER] [--report FILE] [--reader NAME ...]
 
-A run that was ended goes on where it was, unless the code of the readers or of this trial is another by now. It ends
-with 1 if there was a fault; the inputs of faults lie in FOLDER/faults, each with the reason beside it.
+A run that was ended goes on where it was, unless the code of the readers or of this trial is another by now; where
+only that of one adapter is, its inputs alone are tried again. It ends with 1 if there was a fault; the inputs of faults
+lie in FOLDER/faults, each with the reason beside it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,14 @@ from targets import READERS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 INPUTS, KILLS = 100_000, 200
+OWN_CODE = {
+    "vllm": ("adapters/vllm.py",),
+    "fastdeploy": ("adapters/fastdeploy.py",),
+    "slime": ("adapters/slime.py",),
+    "prime_rl": ("adapters/prime_rl.py",),
+    "transformers": ("adapters/transformers.py", "adapters/dense_scores.py"),
+}
+"""Of `schemas`: what no other reader runs. (slime runs what is SGLang's.)"""
 _JOB = 500
 """Inputs of a job: what is done again at most when a run goes on."""
 
@@ -45,6 +54,7 @@ class Progress:
         self.lost: str | None = None
         self.seconds = 0.0
         self._key = {"seed": seed, "code": code_digest()}
+        self._own = {name: code_digest(name) for name in OWN_CODE}
         self._since = time.monotonic()
         if path.exists():
             self._load(json.loads(path.read_text(encoding="utf-8")))
@@ -53,11 +63,16 @@ class Progress:
         if {name: stored[name] for name in self._key} != self._key:
             tell("seed or code is another than that of the run before: starting over")
             return
+        other = {name for name, digest in self._own.items() if stored["own_code"][name] != digest}
+        for name in sorted(other & set(stored["readers"])):
+            tell(f"the code of {name} is another than that of the run before: starting over with it")
         self.readers = {
             name: Tried(entry["inputs"], Counter(entry["outcomes"]), entry["faults"])
             for name, entry in stored["readers"].items()
+            if name not in other
         }
-        self.jobs, self.seconds, self.lost = stored["jobs"], stored["seconds"], stored["lost"]
+        self.jobs = {name: starts for name, starts in stored["jobs"].items() if name not in other}
+        self.seconds, self.lost = stored["seconds"], stored["lost"]
         self.killed = Killed(**{**stored["killed"], "at": Counter(stored["killed"]["at"])})
 
     def save(self) -> None:
@@ -65,6 +80,7 @@ class Progress:
         self.seconds, self._since = self.seconds + now - self._since, now
         stored = {
             **self._key,
+            "own_code": self._own,
             "readers": {name: vars(tried) for name, tried in self.readers.items()},
             "jobs": self.jobs,
             "killed": vars(self.killed),
@@ -95,10 +111,13 @@ class Progress:
         ]
 
 
-def code_digest() -> str:
-    """Of what is tried and of what tries it."""
+def code_digest(reader: str | None = None) -> str:
+    """Of what tries and of what is tried by more than one reader; with a name, of what that reader has for itself."""
+    schemas, here = REPOSITORY / "schemas", Path(__file__).parent
+    own = {name: {schemas / path for path in paths} for name, paths in OWN_CODE.items()}
+    shared = {*schemas.rglob("*.py"), *here.glob("*.py")}.difference(*own.values())
     state = hashlib.sha256()
-    for path in sorted([*(REPOSITORY / "schemas").rglob("*.py"), *Path(__file__).parent.glob("*.py")]):
+    for path in sorted(shared if reader is None else own[reader]):
         state.update(path.read_bytes())
     return state.hexdigest()[:16]
 
@@ -120,7 +139,7 @@ def report(progress: Progress, arguments: argparse.Namespace) -> dict[str, Any]:
         "complete": whole,
         "asked": {"inputs_per_reader": arguments.inputs, "kills": arguments.kills},
         "minutes": round(progress.seconds / 60, 1),
-        "code": code_digest(),
+        "code": {"shared": code_digest(), **{name: code_digest(name) for name in OWN_CODE}},
         "python": platform.python_version(),
         "pyarrow": pa.__version__,
         "numpy": np.__version__,

@@ -148,6 +148,15 @@ def test_logprobs_beside_the_mask_must_be_as_many_as_its_ids(fields: list[Any]) 
         from_prime_rl([with_mask(fields, ids, counts, b"\0\0\0\0")])
 
 
+@pytest.mark.parametrize("odd", [dict.fromkeys(range(17), 1), set(range(17)), np.array(5), None])
+def test_a_rejected_sequence_keeps_fields_that_cannot_be_cut(fields: list[Any], odd: object) -> None:
+    fields[3][4] = 5.0  # a log-probability above 0
+    fields[9] = odd
+    (rejected,) = from_prime_rl([fields], None, STATED).rejected
+    assert [len(rejected.record[number]) for number in (0, 3)] == [8, 8]
+    assert rejected.record[9] is odd
+
+
 def test_a_rejected_sequence_is_a_micro_batch_of_its_own(fields: list[Any]) -> None:
     ids, counts = np.frombuffer(fields[MASK][0], "<i4").copy(), counts_of(fields)
     ids[int(counts[:12].sum())] = 6  # of the second sequence's first set {3, 7, 11}
