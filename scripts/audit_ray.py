@@ -96,6 +96,8 @@ def _joined(address: str | None) -> Iterator[None]:
 class _Done:
     """What a task hands back."""
 
+    first: int
+    """Its first unit's number."""
     units: int
     result: Partial | KeptsetError
     """The sum, or why there is none."""
@@ -127,14 +129,32 @@ def _spread(units: Sequence[Unit], options: AuditOptions) -> Iterator[tuple[int,
                 tasks = ray.data.from_items(runs, override_num_blocks=len(runs)).map(
                     _work, fn_kwargs=asked, num_cpus=threads or 1, concurrency=options.workers, **_limits()
                 )
-            for row in tasks.iter_rows():
-                done: _Done = pickle.loads(zlib.decompress(row["done"]))
+            number = units[0].number
+            for told in _blocks(tasks):
+                done: _Done = pickle.loads(zlib.decompress(told))
+                assert done.first == number, "Ray Data keeps the order of its blocks"
+                number += done.units
                 yield done.units, _checked(done)
     except RayError as error:
         raise KeptsetError(
             f"the audit failed on Ray: {_told(error)}. Every node needs this Python, the same keptset (`ray job submit "
             "--working-dir` brings it), pyarrow and numpy, and memory for a task on each of its CPUs"
         ) from error
+
+
+def _blocks(tasks: Any) -> Iterator[bytes]:
+    """What the tasks hand back, fetched when it is asked for. `iter_rows` of old Ray fetches as fast as it comes."""
+    import ray
+    from ray.data.block import BlockAccessor
+
+    bundles = tasks.iter_internal_ref_bundles()
+    try:
+        for bundle in bundles:
+            for block in bundle.block_refs:
+                yield from BlockAccessor.for_block(ray.get(block)).to_arrow()["done"].to_pylist()
+    finally:
+        # Ends the job while its Ray is still there: a job that outlives it takes the process down.
+        del bundles
 
 
 def _told(error: Exception) -> str:
@@ -163,7 +183,13 @@ def _work(row: dict[str, Any], *, options: AuditOptions, folder: str, threads: i
         except KeptsetError as error:
             failure = error
         not_there = tuple(name for name in names if not os.path.exists(name))
-    done = _Done(units=len(units), result=failure or total, not_there=not_there, node=ray.util.get_node_ip_address())
+    done = _Done(
+        first=units[0].number,
+        units=len(units),
+        result=failure or total,
+        not_there=not_there,
+        node=ray.util.get_node_ip_address(),
+    )
     # Histograms, mostly empty: a fraction of their size.
     return {"done": zlib.compress(pickle.dumps(done, protocol=5), level=1)}
 
