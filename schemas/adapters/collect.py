@@ -19,7 +19,7 @@ from keptset.schemas.builder import BatchBuilder, Response
 from keptset.schemas.errors import InvalidInput, SchemaError, ViolationError
 from keptset.schemas.findings import Example, Finding, FindingKind, Severity
 from keptset.schemas.rollout_batch import RolloutBatch, concat_batches
-from keptset.schemas.validation import validate
+from keptset.schemas.validation import inspect, validate
 
 EXAMPLES = 3
 """Places shown per kind."""
@@ -224,23 +224,16 @@ def _check_width(response: Response) -> None:
 
 
 def violations_by_row(batch: RolloutBatch) -> dict[int, tuple[Finding, ...]]:
-    """For each row with an error what is wrong in it. Errors of rows are told apart by their rollout_id."""
-    rows = {name: row for row, name in enumerate(batch.rollout_ids)}
-    if len(rows) < len(batch):  # an id so old that it was forgotten: each row by itself
-        alone = {row: violations_by_row(batch.slice(row, 1)) for row in range(len(batch))}
-        return {row: found[0] for row, found in alone.items() if found}
-    places: dict[int, dict[FindingKind, list[Example]]] = {}
-    for finding in validate(batch, examples=batch.num_tokens + len(batch)):
-        if finding.severity is Severity.ERROR:
-            for example in finding.examples:
-                places.setdefault(rows[example.rollout_id], {}).setdefault(finding.kind, []).append(example)
-    return {row: tuple(_finding(kind, at) for kind, at in kinds.items()) for row, kinds in sorted(places.items())}
+    """For each row with an error what is wrong in it."""
+    inspected = inspect(batch, examples=1, repeats=False)
+    kinds = {finding.kind for finding in inspected.findings if finding.severity is Severity.ERROR}
+    rows = sorted({row for kind in kinds for row in inspected.rows[kind].tolist()})
+    return {row: _errors(batch.slice(row, 1)) for row in rows}
 
 
-def _finding(kind: FindingKind, places: list[Example]) -> Finding:
-    return Finding(
-        kind=kind, severity=Severity.ERROR, count=len(places), responses=1, examples=tuple(places[:EXAMPLES])
-    )
+def _errors(row: RolloutBatch) -> tuple[Finding, ...]:
+    found = inspect(row, examples=EXAMPLES, repeats=False).findings
+    return tuple(finding for finding in found if finding.severity is Severity.ERROR)
 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -56,6 +56,19 @@ def test_ids_are_remembered_in_bounded_number(adapt: Adapt, example: Example, mo
     assert [f.kind.value for f in rejected.findings] == ["member"]
 
 
+def test_every_bad_response_is_rejected_however_much_is_wrong_with_the_one_before_it(
+    adapt: Adapt, example: Example
+) -> None:
+    tree = example("vllm_good.json")
+    tree["response"]["prompt_token_ids"] = tree["request"]["token_ids"] = list(range(1, 200))
+    tree["response"]["choices"][0]["sampling_mask"][1] = [4, 9, 15]
+    result = adapt("vllm", tree)
+    assert (len(result.batch), [one.rollout_id for one in result.rejected]) == (0, ["demo-0001/0", "demo-0001/1"])
+    first, second = ({f.kind.value: (f.count, f.responses) for f in one.findings} for one in result.rejected)
+    assert first == {"range": (176, 1), "member": (1, 1)}
+    assert second == {"range": (176, 1)}
+
+
 def test_a_rejected_response_is_read_again_to_the_same_findings(adapt: Adapt, example: Example) -> None:
     for engine, name in (
         ("vllm", "vllm_bad_not_in_mask.json"),
