@@ -2,9 +2,9 @@
 
     soak.py [--inputs N] [--kills N] [--seed N] [--children N] [--work FOLDER] [--report FILE] [--reader NAME ...]
 
-A run that was ended goes on where it was, unless the code of the readers or of this trial is another by now; where
-only that of one adapter is, its inputs alone are tried again. It ends with 1 if there was a fault; the inputs of faults
-lie in FOLDER/faults, each with the reason beside it.
+A run that was ended goes on where it was, save for readers whose code is another by now, or all of them where that of
+this trial is. It ends with 1 if there was a fault; the inputs of faults lie in FOLDER/faults, each with the reason
+beside it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ from targets import READERS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 INPUTS, KILLS = 100_000, 200
-OWN_CODE = {
-    "vllm": ("adapters/vllm.py",),
-    "fastdeploy": ("adapters/fastdeploy.py",),
-    "slime": ("adapters/slime.py",),
-    "prime_rl": ("adapters/prime_rl.py",),
-    "transformers": ("adapters/transformers.py", "adapters/dense_scores.py"),
+ADAPTERS = {
+    "vllm": {"vllm.py"},
+    "sglang": {"sglang.py"},
+    "fastdeploy": {"fastdeploy.py"},
+    "slime": {"slime.py", "sglang.py"},
+    "prime_rl": {"prime_rl.py"},
+    "transformers": {"transformers.py", "dense_scores.py"},
 }
-"""Of `schemas`: what no other reader runs. (slime runs what is SGLang's.)"""
+"""Of `schemas/adapters`: what each of these readers runs beside what all of them do."""
+SPOOL = "spool-open"
+"""The reader whose code is that of the kills, too."""
 _JOB = 500
 """Inputs of a job: what is done again at most when a run goes on."""
 
@@ -53,34 +56,35 @@ class Progress:
         self.killed = Killed()
         self.lost: str | None = None
         self.seconds = 0.0
-        self._key = {"seed": seed, "code": code_digest()}
-        self._own = {name: code_digest(name) for name in OWN_CODE}
+        self._seed, self._code = seed, {name: code_digest(name) for name in READERS}
         self._since = time.monotonic()
         if path.exists():
             self._load(json.loads(path.read_text(encoding="utf-8")))
 
     def _load(self, stored: dict[str, Any]) -> None:
-        if {name: stored[name] for name in self._key} != self._key:
-            tell("seed or code is another than that of the run before: starting over")
+        if stored["seed"] != self._seed:
+            tell("seed is another than that of the run before: starting over")
             return
-        other = {name for name, digest in self._own.items() if stored["own_code"][name] != digest}
-        for name in sorted(other & set(stored["readers"])):
-            tell(f"the code of {name} is another than that of the run before: starting over with it")
+        other = {name for name, digest in self._code.items() if stored["code"].get(name) != digest}
+        if other:
+            tell(f"code is another than that of the run before: starting over with {', '.join(sorted(other))}")
         self.readers = {
             name: Tried(entry["inputs"], Counter(entry["outcomes"]), entry["faults"])
             for name, entry in stored["readers"].items()
             if name not in other
         }
         self.jobs = {name: starts for name, starts in stored["jobs"].items() if name not in other}
-        self.seconds, self.lost = stored["seconds"], stored["lost"]
-        self.killed = Killed(**{**stored["killed"], "at": Counter(stored["killed"]["at"])})
+        self.seconds = stored["seconds"] if other != set(READERS) else 0.0
+        if SPOOL not in other:
+            self.lost = stored["lost"]
+            self.killed = Killed(**{**stored["killed"], "at": Counter(stored["killed"]["at"])})
 
     def save(self) -> None:
         now = time.monotonic()
         self.seconds, self._since = self.seconds + now - self._since, now
         stored = {
-            **self._key,
-            "own_code": self._own,
+            "seed": self._seed,
+            "code": self._code,
             "readers": {name: vars(tried) for name, tried in self.readers.items()},
             "jobs": self.jobs,
             "killed": vars(self.killed),
@@ -111,13 +115,15 @@ class Progress:
         ]
 
 
-def code_digest(reader: str | None = None) -> str:
-    """Of what tries and of what is tried by more than one reader; with a name, of what that reader has for itself."""
-    schemas, here = REPOSITORY / "schemas", Path(__file__).parent
-    own = {name: {schemas / path for path in paths} for name, paths in OWN_CODE.items()}
-    shared = {*schemas.rglob("*.py"), *here.glob("*.py")}.difference(*own.values())
+def code_digest(reader: str) -> str:
+    """Of what a reader runs, and of what tries it."""
+    schemas = REPOSITORY / "schemas"
+    code = {*schemas.rglob("*.py"), *Path(__file__).parent.glob("*.py")}
+    adapters = {path for path in code if path.parent == schemas / "adapters"}
+    of_some = set().union(*ADAPTERS.values())
+    code -= {path for path in adapters if reader not in ADAPTERS or path.name in of_some - ADAPTERS[reader]}
     state = hashlib.sha256()
-    for path in sorted(shared if reader is None else own[reader]):
+    for path in sorted(code):
         state.update(path.read_bytes())
     return state.hexdigest()[:16]
 
@@ -139,13 +145,13 @@ def report(progress: Progress, arguments: argparse.Namespace) -> dict[str, Any]:
         "complete": whole,
         "asked": {"inputs_per_reader": arguments.inputs, "kills": arguments.kills},
         "minutes": round(progress.seconds / 60, 1),
-        "code": {"shared": code_digest(), **{name: code_digest(name) for name in OWN_CODE}},
         "python": platform.python_version(),
         "pyarrow": pa.__version__,
         "numpy": np.__version__,
         "readers": {
             name: {
                 "inputs": tried.inputs,
+                "code": code_digest(name),
                 "faults": len(tried.faults),
                 "outcomes": dict(sorted(tried.outcomes.items())),
             }
