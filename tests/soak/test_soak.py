@@ -111,6 +111,47 @@ def test_a_run_goes_on_where_it_was_ended_and_starts_over_for_another_seed(run: 
     assert ["starting over" in text for text in said] == [False, False, False, True]
 
 
+def test_a_reader_whose_code_is_another_by_now_starts_over_and_the_others_go_on(run: Run, tmp_path: Path) -> None:
+    progress, report = tmp_path / "progress.json", tmp_path / "report.json"
+    command = [HERE / "soak.py", "--inputs", 500, "--kills", 0, "--work", tmp_path, "--report", report]
+    command += ["--reader", "transformers", "--reader", "archive"]
+    assert run(*command).returncode == 0
+    stored = json.loads(progress.read_text())
+    stored["code"]["transformers"] = "0" * 16
+    for reader in stored["readers"].values():
+        reader["outcomes"] = {"before": 500}
+    progress.write_text(json.dumps(stored))
+    ended = run(*command)
+    assert ended.stdout.splitlines()[0] == (
+        "code is another than that of the run before: starting over with transformers"
+    )
+    readers = json.loads(progress.read_text())["readers"]
+    assert readers["archive"]["outcomes"] == {"before": 500}
+    assert readers["transformers"]["inputs"] == 500 and "before" not in readers["transformers"]["outcomes"]
+
+
+def test_code_belongs_to_the_readers_that_run_it(run: Run) -> None:
+    told = run(
+        "-c",
+        "from pathlib import Path; import soak, json\n"
+        "real, changed = Path.read_bytes, {}\n"
+        "for name in ('adapters/vllm.py', 'adapters/sglang.py', 'adapters/collect.py', 'storage/spool/reader.py'):\n"
+        "    Path.read_bytes = lambda path: real(path) + b'?' * str(path).endswith(name)\n"
+        "    after = {reader: soak.code_digest(reader) for reader in soak.READERS}\n"
+        "    Path.read_bytes = real\n"
+        "    changed[name] = [reader for reader in soak.READERS if after[reader] != soak.code_digest(reader)]\n"
+        "print(json.dumps(changed))",
+    )
+    assert told.returncode == 0, told.stderr
+    changed = {name: set(readers) for name, readers in json.loads(told.stdout).items()}
+    assert changed == {
+        "adapters/vllm.py": {"vllm"},
+        "adapters/sglang.py": {"sglang", "slime"},
+        "adapters/collect.py": ENGINES,
+        "storage/spool/reader.py": FILES | ENGINES,
+    }
+
+
 @pytest.fixture(scope="module")
 def contract() -> ModuleType:
     spec = importlib.util.spec_from_file_location("keptset_soak_contract", HERE / "contract.py")
