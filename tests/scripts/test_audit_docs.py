@@ -39,7 +39,7 @@ def test_every_option_on_the_page_exists_and_every_option_of_the_audit_is_on_it(
 
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page))
     there = {name for name in options(audit.command) | options(inspect_.command) if name.startswith("--")}
-    assert named - there == set()
+    assert named - there <= {"--working-dir"}  # of `ray job submit`
     assert {name for name in options(audit.command) if name.startswith("--")} - named <= {
         "--resume",
         "--help",
