@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from keptset.schemas.findings import FindingKind
 from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.scripts.audit_redraws import TRAINER_COLUMN, Bend, Redraw, greedy, sharper, with_trainer
-from keptset.scripts.bench_audit_power_rollouts import Progress
+from keptset.scripts.bench_audit_power_rollouts import MAX_NEW_TOKENS, Progress
 from keptset.trainer_bridge import reference
 from keptset.trainer_bridge.audit.audited_batch import AuditedBatch, TokenScores
 from keptset.trainer_bridge.audit.check import Check, HypothesisTest
@@ -32,9 +32,13 @@ from keptset.trainer_bridge.audit.verdict import decide
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Masses = tuple[Floats, Floats]
+"""Log kept masses of the same tokens, under the weights that drew them and under others."""
 
 RESPONSES = 40
-"""In a clean set."""
+"""In a clean set, and drawn at once where few tokens are missing."""
+MANY = 320
+"""Drawn at once where many are."""
 NOISE = 0.2
 """By so much, times N, do the logits of the trainer of a clean set differ; N standard normal."""
 INCIDENCES = (0.02, 0.1, 0.3, 1.0)
@@ -149,28 +153,26 @@ def power(
     fault: RunFault,
     incidence: float,
     batch: RolloutBatch,
-    masses: tuple[Floats, Floats] | None,
+    masses: Masses | None,
     *,
     repeats: int,
     grid: Sequence[int] = GRID,
     seed: int = 0,
 ) -> list[Power]:
-    """The fault in this share of the responses. `masses` are log kept masses [T] of the batch under the weights that
-    drew it and under others; only drift needs them."""
+    """The fault in this share of the responses. `masses` are those of the batch [T]; only drift needs them."""
     random = np.random.default_rng([seed, 2])
-    blocks = _blocks(batch, RESPONSES)
-    parts = None if masses is None else [_split(mass_T, blocks) for mass_T in masses]
+    few, many = _pool(batch, RESPONSES, masses), _pool(batch, MANY, masses)
     hits = {test: np.zeros(len(grid)) for test in fault.tests}
     for _ in range(repeats):
         checks, tokens = _checks(), 0
         certain: set[str] = set()
         for step, wanted in enumerate(grid):
             while tokens < wanted and len(certain) < len(fault.tests):
-                at = int(random.integers(len(blocks)))
-                faulty_B = random.random(len(blocks[at].batch)) < incidence
-                drawn = blocks[at].draw(random, faulty_B, fault.bend)
-                masses_at = None if parts is None else (parts[0][at], parts[1][at])
-                seen = _seen_with(fault, drawn, faulty_B, masses_at)
+                pool = many if wanted - tokens >= MANY * MAX_NEW_TOKENS else few
+                block, masses_T = pool[int(random.integers(len(pool)))]
+                faulty_B = random.random(len(block.batch)) < incidence
+                drawn = block.draw(random, faulty_B, fault.bend)
+                seen = _seen_with(fault, drawn, faulty_B, masses_T)
                 for check in checks:
                     check.add(seen)
                 tokens += drawn.num_tokens
@@ -204,9 +206,7 @@ def _seen(drawn: RolloutBatch) -> AuditedBatch:
     return seen
 
 
-def _seen_with(
-    fault: RunFault, drawn: RolloutBatch, faulty_B: Bools, masses: tuple[Floats, Floats] | None
-) -> AuditedBatch:
+def _seen_with(fault: RunFault, drawn: RolloutBatch, faulty_B: Bools, masses: Masses | None) -> AuditedBatch:
     b, m = drawn.behavior_logprobs, drawn.log_kept_mass
     assert b is not None and m is not None
     faulty_T = np.repeat(faulty_B, drawn.token_ids.lengths)
@@ -255,6 +255,11 @@ def _blocks(batch: RolloutBatch, rows: int) -> list[Redraw]:
     return [Redraw(batch=batch.slice(start, rows).compact()) for start in starts]
 
 
-def _split(values_T: Floats, blocks: Sequence[Redraw]) -> list[Floats]:
+def _pool(batch: RolloutBatch, rows: int, masses: Masses | None) -> list[tuple[Redraw, Masses | None]]:
+    """Blocks, each with its tokens' masses."""
+    blocks = _blocks(batch, rows)
+    if masses is None:
+        return [(block, None) for block in blocks]
     ends = np.cumsum([block.batch.num_tokens for block in blocks])
-    return np.split(values_T[: ends[-1]], ends[:-1])
+    parts = [np.split(of_version[: ends[-1]], ends[:-1]) for of_version in masses]
+    return [(block, (one, other)) for block, one, other in zip(blocks, *parts, strict=True)]

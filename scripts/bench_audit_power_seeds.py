@@ -11,7 +11,7 @@ from keptset.scripts.bench_audit_power_rollouts import Progress, Source, of_seed
 from keptset.scripts.demo import SETTINGS
 from keptset.trainer_bridge.audit import AuditOptions, audit
 
-PROMPTS = 16
+PROMPTS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
