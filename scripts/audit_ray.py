@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import re
+import socket
 import sys
 import warnings
 import zlib
@@ -37,6 +38,7 @@ LONGEST_RUN = 8
 _TASKS_EACH = 4
 _RETRIES = 3
 """Of a task whose process or node is lost; Ray Data alone would try for ever."""
+_ANSWER_SECONDS = 10.0
 _BLOCK_BYTES = 2**20
 """Above what a task hands back."""
 _ADDRESS = re.compile(r"auto|local|ray://.+|[\w.-]+:\d+|\[[\da-fA-F:]+\]:\d+")
@@ -82,6 +84,7 @@ def _joined(address: str | None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    _ask(address or os.environ.get("RAY_ADDRESS") or "local")
     try:
         start_ray(address)
     except RolloutError as error:
@@ -90,6 +93,20 @@ def _joined(address: str | None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _ask(address: str) -> None:
+    """Ray itself would knock for minutes. Errors: InvalidInput where nobody answers at a host and port."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise InvalidInput(
+            f"no Ray answers at {address} ({error}): start one with `ray start --head`, name another, or leave the "
+            "address out to have Ray started here"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -133,6 +134,13 @@ def test_files_that_a_node_does_not_see_are_an_error_and_not_damage(run: Run, cl
 def test_no_cluster_and_other_wrong_uses_are_told(run: Run, spool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from keptset.scripts import audit_ray
 
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        code, _, err = run(spool, "--ray", address)
+        assert code == 2 and f"no Ray answers at {address}" in err
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert run(spool, "--ray")[::2] == (code, err)
     code, _, err = run(spool, "--against", spool, "--ray")
     assert code == 2 and "--ray" in err
     there: Any = audit_ray.find_spec
