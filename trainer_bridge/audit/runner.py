@@ -49,14 +49,18 @@ def audit(
     done, total = checkpoint.load() or (0, Partial.start(options))
     going_on = f"going on: {done} of {len(planned.units)} units of work are done already" if done else None
     _tell(options, done, len(planned.units), total, checkpoint.note or going_on)
+    merged = True
     try:
         for units, partial in (spread or _over_processes)(planned.units[done:], options):
+            merged = False
             total.merge(partial)
             done += units
+            merged = True
             checkpoint.save(done, total)
             _tell(options, done, len(planned.units), total)
     except KeyboardInterrupt:
-        checkpoint.save(done, total, now=True)
+        if merged:  # or a unit would count again in what goes on from here
+            checkpoint.save(done, total, now=True)
         raise
     report = conclude(total, planned, options)
     checkpoint.remove()
