@@ -18,7 +18,6 @@ ray = pytest.importorskip("ray", reason="needs the package ray")
 from keptset.rollout.config import EngineConfig  # noqa: E402
 from keptset.rollout.pool import RolloutPool  # noqa: E402
 
-
 OWN_PROCESS = "KEPTSET_TEST_IN_ITS_OWN_PROCESS"
 
 
