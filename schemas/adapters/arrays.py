@@ -156,7 +156,9 @@ def check_sampled(told_T: IntArray, token_ids_T: IntArray, path: str, rollout_id
 
 def mark_missing(values_N: FloatArray) -> FloatArray:
     """The same numbers; where the engine's marker for missing stands, masked and NaN."""
-    hidden = np.ma.getmaskarray(values_N) | (np.asarray(values_N) == MISSING_LOGPROB)
+    hidden = np.asarray(values_N) == MISSING_LOGPROB
+    if np.ma.is_masked(values_N):
+        hidden |= np.ma.getmaskarray(values_N)
     if not hidden.any():
         return values_N
     marked: FloatArray = np.ma.MaskedArray(np.where(hidden, np.nan, np.asarray(values_N)), hidden)
@@ -236,7 +238,10 @@ def _numbers(values: Sequence[Any], node: Node, rows: Sequence[Any] | None = Non
 
 
 def _has_boolean(values: Sequence[Any], where: npt.NDArray[np.bool_]) -> bool:
-    return bool in set(map(type, map(values.__getitem__, np.flatnonzero(where).tolist())))
+    """Whether one stands `where`; picking entries is dearer than looking at them, so all are looked at if many are."""
+    places = np.flatnonzero(where)
+    few = 4 * len(places) < len(values)
+    return bool in set(map(type, map(values.__getitem__, places.tolist()) if few else values))
 
 
 def _as_array(code: str, values: Sequence[Any]) -> npt.NDArray[Any]:

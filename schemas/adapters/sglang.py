@@ -10,6 +10,7 @@ import base64
 import binascii
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import numpy as np
 
@@ -276,13 +277,13 @@ def _numbers(meta: Node, token_ids_T: IntArray, rollout_id: str, settings: Setti
 def _log_kept_mass(full_T: FloatArray, b_T: FloatArray, params: KnownParams) -> FloatArray:
     alone = params.top_k == 0 and params.min_p == 0 and params.top_p is not None
     lowest = np.log(params.top_p) if alone and params.top_p is not None else -np.inf
-    hidden_T = np.ma.getmaskarray(full_T) | np.ma.getmaskarray(b_T)
+    hidden_T = np.ma.getmask(full_T) | np.ma.getmask(b_T)  # one False where neither hides anything
     with np.errstate(invalid="ignore", over="ignore"):  # numbers that are not finite stay so, for validation to refuse
         m_T = np.ma.getdata(full_T) - np.ma.getdata(b_T)
         bounded_T = np.minimum(np.maximum(m_T, lowest), 0.0)
         rounding_T = ROUNDING + 2 * _FLOAT32_STEP * np.abs(np.ma.getdata(full_T))
         rounded_T: FloatArray = np.where(np.abs(m_T - bounded_T) <= rounding_T, bounded_T, m_T)
-    return np.ma.MaskedArray(rounded_T, hidden_T) if hidden_T.any() else rounded_T
+    return np.ma.MaskedArray(rounded_T, hidden_T) if np.any(hidden_T) else rounded_T
 
 
 def _own_logprobs(meta: Node, token_ids_T: IntArray, rollout_id: str) -> FloatArray | None:
@@ -301,7 +302,7 @@ def _entries(node: Node) -> tuple[list[object], list[object]]:
 
 def _position(node: Node, position: int) -> list[object]:
     try:
-        return [entry[position] for entry in node.rows()]
+        return list(map(itemgetter(position), node.rows()))
     except (IndexError, KeyError, TypeError):
         wrong = next(e for e in node.items() if not e.is_list or len(e.rows()) <= position)
         raise wrong.refuse("[log-probability, token id, text]") from None
