@@ -118,7 +118,8 @@ class Progress:
 def code_digest(reader: str) -> str:
     """Of what a reader runs, and of what tries it."""
     schemas = REPOSITORY / "schemas"
-    code = {*schemas.rglob("*.py"), *Path(__file__).parent.glob("*.py")}
+    here = Path(__file__).parent
+    code = {*schemas.rglob("*.py"), *here.glob("*.py")} - {*here.glob("test_*.py")}
     adapters = {path for path in code if path.parent == schemas / "adapters"}
     of_some = set().union(*ADAPTERS.values())
     code -= {path for path in adapters if reader not in ADAPTERS or path.name in of_some - ADAPTERS[reader]}
