@@ -1,9 +1,9 @@
 """How many tokens a second each adapter takes, from live objects and from recorded JSON or msgpack.
 
-    python tests/schemas/adapters/speed.py [--rounds N]
+    python tests/schemas/adapters/speed.py [--tokens N] [--rounds N]
 
-Made-up responses: 256 of 512 tokens, sets as in `keptset bench wire`; for transformers 64 tokens of 32 rows and a
-vocabulary of 2,048, since its adapter reads every score. No test: a busy machine would fail it.
+Made-up responses of 2,048 tokens, or N, with sets as in `keptset bench wire`; for transformers 64 tokens of 32 rows and
+a vocabulary of 2,048, since its adapter reads every score. No test: a busy machine would fail it.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.scripts.bench_wire_rollouts import made_up_rollouts
 from keptset.scripts.timing import interleaved
 
-RESPONSES, TOKENS, VOCAB = 256, 512, 151_936
+TOTAL, VOCAB = 2**17, 151_936
 ROWS, STEPS, DENSE_VOCAB = 32, 64, 2_048
 STATED = Stated(identity=Identity(vocab_size=VOCAB), others_off=True, no_update_in_flight=True)
 PARAMS = {"temperature": 0.7, "top_p": 0.95, "top_k": 512}
 Reply = dict[str, Any]
 
 
-def rows() -> list[Reply]:
-    batch = made_up_rollouts(RESPONSES * TOKENS, row_tokens=TOKENS, vocab_size=VOCAB)
+def rows(tokens: int) -> list[Reply]:
+    batch = made_up_rollouts(TOTAL, row_tokens=tokens, vocab_size=VOCAB)
     names = ("prompt_token_ids", "token_ids", "behavior_logprobs", "log_kept_mass", "kept_ids")
     told: list[Reply] = batch.arrow.select(names).to_pylist()
     return told
@@ -79,7 +79,7 @@ def sglang_reply(number: int, row: Reply) -> Reply:
     full = np.add(row["behavior_logprobs"], row["log_kept_mass"]).tolist()
     meta = {
         "id": f"reply-{number}",
-        "finish_reason": {"type": "length", "length": TOKENS},
+        "finish_reason": {"type": "length", "length": len(row["token_ids"])},
         "weight_version": "3",
         "output_token_logprobs": [[b, t, None] for b, t in zip(full, row["token_ids"], strict=True)],
         "output_token_sampling_mask": row["kept_ids"],
@@ -106,8 +106,8 @@ def slime_sample(number: int, row: Reply) -> Reply:
         "group_index": number // 8,
         "index": number,
         "tokens": row["prompt_token_ids"] + row["token_ids"],
-        "response_length": TOKENS,
-        "loss_mask": [1] * TOKENS,
+        "response_length": len(row["token_ids"]),
+        "loss_mask": [1] * len(row["token_ids"]),
         "weight_versions": ["3"],
         "rollout_log_probs": row["behavior_logprobs"],
         "rollout_top_p_token_ids": [one for ids in row["kept_ids"] for one in ids],
@@ -117,14 +117,14 @@ def slime_sample(number: int, row: Reply) -> Reply:
 
 
 def prime_rl_micro_batch(number: int, row: Reply) -> list[Any]:
-    prompt = len(row["prompt_token_ids"])
-    size = prompt + TOKENS
+    prompt, tokens = len(row["prompt_token_ids"]), len(row["token_ids"])
+    size = prompt + tokens
     counts = np.array([0] * prompt + list(map(len, row["kept_ids"])), "<i4").tobytes()
     kept = np.array([one for ids in row["kept_ids"] for one in ids], "<i4").tobytes()
     return [
         row["prompt_token_ids"] + row["token_ids"],
-        [False] * prompt + [True] * TOKENS,
-        [0.0] * prompt + [0.5] * TOKENS,
+        [False] * prompt + [True] * tokens,
+        [0.0] * prompt + [0.5] * tokens,
         [0.0] * prompt + row["behavior_logprobs"],
         list(range(size)),
         [size],
@@ -166,9 +166,10 @@ def require(adapted: Adapted) -> RolloutBatch:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=2048, help="of a response")
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
-    made = list(enumerate(rows()))
+    arguments = parser.parse_args()
+    made = list(enumerate(rows(arguments.tokens)))
     live: dict[str, tuple[Callable[..., Adapted], list[Any]]] = {
         "vllm, RequestOutput": (from_vllm, [vllm_output(*one) for one in made]),
         "vllm, parsed replies": (from_vllm, [vllm_reply(*one) for one in made]),
@@ -191,10 +192,10 @@ def main() -> None:
             if name != "vllm, RequestOutput":
                 engine = name.split(",")[0]
                 ways[f"{engine}, recorded"] = recorded(engine, entries, Path(folder))
-        seconds = interleaved(ways, rounds)
-    tokens = {name: ROWS * STEPS if name.startswith("transformers") else RESPONSES * TOKENS for name in ways}
+        seconds = interleaved(ways, arguments.rounds)
+    tokens = {name: ROWS * STEPS if name.startswith("transformers") else TOTAL for name in ways}
     kept = np.mean([len(ids) for _, row in made for ids in row["kept_ids"]])
-    lines = [f"{RESPONSES * TOKENS} tokens, {kept:.1f} kept ids each; million tokens a second:"]
+    lines = [f"{TOTAL} tokens, {kept:.1f} kept ids each; million tokens a second:"]
     lines += [f"{name:28} {tokens[name] / took / 1e6:.2f}" for name, took in seconds.items()]
     sys.stdout.write("\n".join(lines) + "\n")
 
