@@ -93,4 +93,6 @@ def _exported(tag, least):
             if tag in tags:
                 key = name if bound is None else f"{name} {bound[1]}"
                 found[key] = found.get(key, 0.0) + float(value)
+        # Ray 2.49 adds up what it exports in floating point: 480 may read 479.99999999999994.
+        found = {name: round(value, 6) for name, value in found.items()}
     return found
