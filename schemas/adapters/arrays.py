@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from operator import getitem
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,9 +69,28 @@ def floats(node: Node) -> FloatArray:
 
 
 def nested_ids(node: Node) -> tuple[IntArray, IntArray]:
-    """Offsets [T + 1] and whole numbers [N] of a list of lists."""
-    rows, offsets = _rows(node)
+    """Offsets [T + 1] and whole numbers [N] of a list of lists. Errors: SchemaError naming the entry that is none."""
+    rows = _as_list(node)
+    plain = _plain_nested_ids(rows)
+    if plain is not None:
+        return plain
+    rows, offsets = _rows(Node(rows, node.path))
     return offsets, _integers(list(chain.from_iterable(rows)), node, rows)
+
+
+def _plain_nested_ids(rows: Sequence[Any]) -> tuple[IntArray, IntArray] | None:
+    """Of Python's own lists of whole numbers within 32 bits; None where anything is not that."""
+    numbers = array("I")
+    try:
+        any(map(numbers.fromlist, rows))  # each returns None; it takes nothing but a list
+    except (TypeError, OverflowError):
+        return None
+    offsets = offsets_of(np.fromiter(map(len, rows), np.int64, count=len(rows)))
+    flat = np.array(numbers, np.int64)
+    small = np.flatnonzero(flat < 2)  # a boolean passes for 0 or 1
+    row = np.searchsorted(offsets, small, side="right") - 1
+    found = map(getitem, map(rows.__getitem__, row.tolist()), (small - offsets[row]).tolist())
+    return None if bool in set(map(type, found)) else (offsets, flat)
 
 
 def nested_floats(node: Node) -> tuple[IntArray, FloatArray]:

@@ -10,9 +10,10 @@ import numpy as np
 
 from keptset.schemas.adapters.arrays import IntArray, KeptSets
 from keptset.schemas.adapters.settings import Settings, Stated, read_flags, read_settings
-from keptset.schemas.adapters.tree import Node
+from keptset.schemas.adapters.tree import Node, shown
 from keptset.schemas.builder import Response
 from keptset.schemas.columns import FinishReason, Support
+from keptset.schemas.errors import SchemaError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,10 +156,14 @@ class Names:
         """`prompt` and `rollout` are the engine's ids, the latter `prompt/index` where it has none of its own.
 
         A prompt_id of the caller's goes before both: the records that share it are one group, and number on.
+
+        Errors: SchemaError where `index` is beyond its column's 32 bits.
         """
         if record.prompt_id is not None:
             index += record.repeat * samples
             prompt, rollout = record.prompt_id, None
+        if not -(1 << 31) <= index < 1 << 31:
+            raise SchemaError(f"the sample's index is {shown(index)}; expected one within 32 bits")
         group = prompt if samples > 1 or record.prompt_id is not None else None
         return cls(
             rollout_id=stated.id_prefix + (rollout or f"{prompt}/{index}"),

@@ -10,7 +10,6 @@ import base64
 import binascii
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 
 import numpy as np
 
@@ -302,7 +301,7 @@ def _entries(node: Node) -> tuple[list[object], list[object]]:
 
 def _position(node: Node, position: int) -> list[object]:
     try:
-        return list(map(itemgetter(position), node.rows()))
+        return [entry[position] for entry in node.rows()]
     except (IndexError, KeyError, TypeError):
         wrong = next(e for e in node.items() if not e.is_list or len(e.rows()) <= position)
         raise wrong.refuse("[log-probability, token id, text]") from None

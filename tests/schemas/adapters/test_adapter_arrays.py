@@ -24,6 +24,14 @@ def test_nested_ids_are_the_lists_laid_end_to_end(rows: list[list[int]]) -> None
     assert [flat[a:b].tolist() for a, b in itertools.pairwise(offsets)] == rows
 
 
+@pytest.mark.parametrize("kind", [list, tuple, np.array, lambda row: array("q", row)])
+@pytest.mark.parametrize("rows", [[[0, 1], [7]], [[0, 2**40], [-3]], [[np.int32(5), np.int32(0)], [1]]])
+def test_nested_ids_come_in_any_container_and_size(kind: Any, rows: list[list[int]]) -> None:
+    for outer in (list, tuple, iter):
+        offsets, flat = arrays.nested_ids(Node(outer(list(map(kind, rows)))))
+        assert (offsets.tolist(), flat.tolist()) == ([0, 2, 3], [*rows[0], *rows[1]])
+
+
 @given(ID_SETS, st.booleans(), st.randoms(use_true_random=False))
 def test_sorting_keeps_every_id_and_its_logprob_within_its_token(
     rows: list[list[int]], aligned: bool, random: Any
@@ -91,6 +99,12 @@ def test_what_is_no_list_of_ids_is_refused_by_place_and_value(value: Any, messag
         ([[1], {"2": 3}], r"x\[1\] is an object with 2; expected a list"),
         ([[1], [2, 3.5]], r"x\[1\]\[1\] is 3.5; expected a whole number"),
         ([[], [9, 1, True]], r"x\[1\]\[2\] is True; expected a whole number"),
+        ([[0], [], [1, False, 7]], r"x\[2\]\[1\] is False; expected a whole number"),
+        ([[1], [np.float32(2)]], r"x\[1\]\[0\] is a float32; expected a whole number"),
+        ([[1], [0, np.True_]], r"x\[1\]\[1\] is a bool\w*; expected a whole number"),
+        ([[1], [float("nan")]], r"x\[1\]\[0\] is nan; expected a whole number"),
+        ([[1], [2, "3"]], r"x\[1\]\[1\] is '3'; expected a whole number"),
+        ([[2**40], [2, None]], r"x\[1\]\[1\] is null; expected a whole number"),
         (None, "x is null; expected a list"),
     ],
 )

@@ -49,3 +49,16 @@ def test_a_temperature_at_which_logits_overflow_leaves_the_kept_mass_unknown() -
     found = read_steps([step], [step], tokens, lengths, 1e-320, greedy=False)
     assert found.m_TB is not None
     assert np.isnan(found.m_TB).all()
+
+
+@pytest.mark.parametrize("index", [2**31, -(2**31) - 1, 10**40])
+def test_a_choice_whose_number_no_column_holds_is_rejected_alone(
+    index: int, adapt: Callable[..., Adapted], example: Callable[[str], Any]
+) -> None:
+    tree = json.loads(json.dumps(example("vllm_good.json")))
+    good = len(adapt("vllm", tree).batch)
+    tree["response"]["choices"][-1]["index"] = index
+    adapted = adapt("vllm", tree)
+    assert len(adapted.batch) == good - 1
+    (rejected,) = adapted.rejected
+    assert "expected one within 32 bits" in rejected.reason
