@@ -90,7 +90,7 @@ def _plain_nested_ids(rows: Sequence[Any]) -> tuple[IntArray, IntArray] | None:
     small = np.flatnonzero(flat < 2)  # a boolean passes for 0 or 1
     row = np.searchsorted(offsets, small, side="right") - 1
     found = map(getitem, map(rows.__getitem__, row.tolist()), (small - offsets[row]).tolist())
-    return None if bool in set(map(type, found)) else (offsets, flat)
+    return None if _BOOLEANS & set(map(type, found)) else (offsets, flat)
 
 
 def nested_floats(node: Node) -> tuple[IntArray, FloatArray]:
@@ -219,6 +219,8 @@ def _rows(node: Node) -> tuple[Sequence[Any], IntArray]:
 
 _NO_LISTS = frozenset({str, bytes, bytearray, dict, int, float, bool, type(None)})
 """What may stand in JSON or msgpack where a list of numbers should."""
+_BOOLEANS = frozenset({bool, np.bool_})
+"""Types that pass for numbers. (NumPy 1 lets its own be an index, with a warning.)"""
 
 
 def _integers(values: Sequence[Any], node: Node, rows: Sequence[Any] | None = None) -> IntArray:
@@ -261,7 +263,8 @@ def _has_boolean(values: Sequence[Any], where: npt.NDArray[np.bool_]) -> bool:
     """Whether one stands `where`; picking entries is dearer than looking at them, so all are looked at if many are."""
     places = np.flatnonzero(where)
     few = 4 * len(places) < len(values)
-    return bool in set(map(type, map(values.__getitem__, places.tolist()) if few else values))
+    kinds = set(map(type, map(values.__getitem__, places.tolist()) if few else values))
+    return bool(_BOOLEANS & kinds)
 
 
 def _as_array(code: str, values: Sequence[Any]) -> npt.NDArray[Any]:
@@ -274,11 +277,11 @@ _DTYPES = {"I": np.uintc, "q": np.int64, "d": np.float64}
 
 
 def _is_whole(value: object) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    return hasattr(value, "__index__") and type(value) not in _BOOLEANS
 
 
 def _is_number(value: object) -> bool:
-    return value is None or (hasattr(value, "__float__") and not isinstance(value, bool))
+    return value is None or (hasattr(value, "__float__") and type(value) not in _BOOLEANS)
 
 
 def _first_unfit(

@@ -108,6 +108,7 @@ def test_what_is_no_list_of_ids_is_refused_by_place_and_value(value: Any, messag
         (None, "x is null; expected a list"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:In future, it will be an error for 'np.bool_'")
 def test_what_is_no_list_of_lists_is_refused_by_place_and_value(value: Any, message: str) -> None:
     with pytest.raises(SchemaError, match=message):
         arrays.nested_ids(Node(value, "x"))
@@ -126,6 +127,7 @@ def test_null_and_the_marker_for_missing_are_masked_and_nothing_else_is() -> Non
     [
         ([0.5, "1"], r"x\[1\] is '1'; expected a number or null"),
         ([0.0, False], r"x\[1\] is False; expected a number or null"),
+        ([0.5, np.True_], r"x\[1\] is a bool\w*; expected a number or null"),
         ([0.5, [1]], r"x\[1\] is a list of 1; expected a number or null"),
         ([10**400], "x holds a number beyond float64"),
         (np.array(["a"]), "expected one dimension of numbers"),
