@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from keptset.schemas.storage.spool.guard import check_guard
 from keptset.schemas.storage.spool.join import count_appended
 from keptset.schemas.storage.spool.locks import still_there, try_lock
 from keptset.schemas.storage.spool.names import DAMAGED, OPEN, PUBLISHED, SpoolFile, places
-from keptset.schemas.storage.spool.publish import publish
+from keptset.schemas.storage.spool.publish import publish, sync_folder
 from keptset.schemas.storage.spool.stream import StoredBatch, read_whole_batches
 
 
@@ -34,7 +35,7 @@ class Recovered:
     damage: str | None = None
     """Why reading ended before the file did, where it was not just cut off. The file is then kept, see `set_aside`."""
     set_aside: Path | None = None
-    """Where a damaged open file was moved to."""
+    """Where a damaged open file is kept."""
 
 
 def recover(
@@ -84,37 +85,70 @@ def recover_file(folder: Path, place: SpoolFile, *, fsync: bool) -> Recovered | 
 
 def _recover_locked(file: int, path: Path, place: SpoolFile, *, fsync: bool) -> Recovered:
     target = path.with_name(place.with_suffix(PUBLISHED).name)
+    set_aside = path.with_name(place.with_suffix(DAMAGED).name)
     size = os.fstat(file).st_size
-    published = _count_published(target)
-    if published is not None:  # the writer died between publishing and removing
-        path.unlink()
-        return _told(place, target, published, 0)
     damage: list[str] = []
+
+    def keep_damaged(reason: str) -> None:
+        _keep(path, set_aside, fsync=fsync)
+        damage.append(reason)
+
+    whole = _until_damage(read_whole_batches(file, path), keep_damaged)
+    published = _count_published(target)
     try:
-        written = publish(_until_damage(read_whole_batches(file, path), damage), target, fsync=fsync)
+        if published is not None:  # whoever published died before removing the open file
+            batches, end = _count_and_end(whole)
+            if batches != published and not damage:
+                keep_damaged(f"{path} holds {batches} whole batches, and {target.name} was published with {published}")
+        else:
+            written = publish(whole, target, fsync=fsync)
+            batches, end = written.batches, written.end
     except SchemaError as error:
-        return _told(place, None, 0, 0, damage=f"left as it is: {error}")
-    set_aside = None
-    if damage:
-        set_aside = path.with_name(place.with_suffix(DAMAGED).name)
-        os.replace(path, set_aside)
-    else:
-        path.unlink()
+        return _told(place, None if published is None else target, published or 0, 0, damage=f"left as it is: {error}")
+    path.unlink()
     return _told(
         place,
-        target if written.batches else None,
-        written.batches,
-        size - written.end,
+        target if published or batches else None,
+        batches if published is None else published,
+        size - end,
         damage=damage[0] if damage else None,
-        set_aside=set_aside,
+        set_aside=set_aside if damage else None,
     )
 
 
-def _until_damage(batches: Iterator[StoredBatch], damage: list[str]) -> Iterator[StoredBatch]:
+def _until_damage(batches: Iterator[StoredBatch], keep_damaged: Callable[[str], None]) -> Iterator[StoredBatch]:
+    """The sound batches. The damaged file is kept before these end, and so before they can be published: a recovery
+    that dies in between leaves it to the next one."""
     try:
         yield from batches
     except DamagedFile as error:
-        damage.append(str(error))
+        keep_damaged(str(error))
+
+
+def _keep(path: Path, set_aside: Path, *, fsync: bool) -> None:
+    """Give the file a second name, under which it stays, or a copy where the file system has no such names."""
+    temporary = set_aside.with_name(f".{set_aside.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        try:
+            os.link(path, temporary)
+        except OSError:
+            with path.open("rb") as source, temporary.open("wb") as copy:
+                shutil.copyfileobj(source, copy)
+                copy.flush()
+                os.fsync(copy.fileno())
+        os.replace(temporary, set_aside)  # of two names of one file it leaves both
+    finally:
+        temporary.unlink(missing_ok=True)
+    if fsync:
+        sync_folder(set_aside.parent)
+
+
+def _count_and_end(batches: Iterator[StoredBatch]) -> tuple[int, int]:
+    count = end = 0
+    for stored in batches:
+        count, end = count + 1, stored.end
+    return count, end
 
 
 def _count_published(path: Path) -> int | None:

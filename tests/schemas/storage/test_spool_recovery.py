@@ -126,6 +126,80 @@ def test_a_temporary_file_of_a_crash_while_publishing_does_no_harm(folder: Path,
     assert [path.name for path in folder.iterdir()] == ["a-00000000.arrow"]
 
 
+RECOVER_AND_DIE = """
+import os, shutil, sys
+from pathlib import Path
+from keptset.schemas.storage.spool import recover
+
+orphaned, links = Path(sys.argv[1]), sys.argv[2] == "True"
+
+def refused(*names):
+    raise OSError("no links here")
+
+def recover_up_to(step, folder):
+    def hook(event, arguments):
+        nonlocal step
+        if event in ("os.link", "os.rename", "os.remove") and str(folder) in str(arguments[0]):
+            step -= 1
+            if step < 0:
+                os._exit(9)
+
+    sys.addaudithook(hook)
+    if not links:
+        os.link = refused
+    recover(folder)
+    os._exit(0)
+
+step, status = 0, -1
+while status:
+    folder = orphaned.with_name(f"killed-{step:02d}")
+    shutil.copytree(orphaned, folder)
+    child = os.fork()
+    if not child:
+        recover_up_to(step, folder)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) in (0, 9)
+    step += 1
+"""
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_recovery_of_a_damaged_file_killed_at_any_step_loses_none_of_its_bytes(
+    folder: Path, stream, batches, ids_in: IdsIn, run_python, links: bool
+) -> None:
+    content = bytearray(stream[0])
+    content[stream[1][1] - 200] ^= 0xFF  # in the second of three
+    orphan(folder, bytes(content))
+    ended = run_python(RECOVER_AND_DIE, folder, links)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    killed = sorted(folder.parent.glob("killed-*"))
+    assert len(killed) > 4, "each change of a name is a step"
+    for at in killed:
+        found = recover(at)
+        assert found or at == killed[-1]
+        kept = at / "a-00000000.open.damaged"
+        assert kept.read_bytes() == content
+        assert ids_in(at) == batches[0].rollout_ids
+        assert sorted(path.name for path in at.iterdir()) == ["a-00000000.arrow", kept.name]
+        for recovered in found:
+            assert (recovered.batches, recovered.set_aside) == (1, kept)
+            assert recovered.dropped_bytes == len(content) - stream[1][0]
+            assert "batch before byte" in recovered.damage
+
+
+def test_an_open_file_with_other_batches_than_were_published_from_it_is_kept(folder: Path, stream, ids_in) -> None:
+    content, ends = stream
+    orphan(folder, content[: ends[1]])
+    recover(folder)
+    expected = ids_in(folder)
+    orphan(folder, content)
+    (recovered,) = recover(folder)
+    assert (recovered.batches, recovered.set_aside) == (2, folder / "a-00000000.open.damaged")
+    assert "holds 3 whole batches, and a-00000000.arrow was published with 2" in recovered.damage
+    assert recovered.set_aside.read_bytes() == content
+    assert ids_in(folder) == expected
+
+
 def test_numbers_of_files_set_aside_are_not_given_again(folder: Path, stream) -> None:
     content, ends = stream
     damaged = bytearray(content[: ends[0]])
