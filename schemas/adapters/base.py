@@ -26,6 +26,8 @@ class Tree:
     """Why it cannot be used; `value` is then what stands there."""
     recognised: bool = False
     """Whether it is the engine's all the same, such as a stream that lost a piece."""
+    size: int = 0
+    """Bytes that it was read from."""
 
 
 @dataclass(frozen=True, kw_only=True)

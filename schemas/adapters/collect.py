@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
@@ -26,7 +26,8 @@ EXAMPLES = 3
 MAX_REMEMBERED = 2_000_000
 """Rollout ids remembered to tell a repeated one, some 200 bytes each. Beyond that the oldest are forgotten, and a
 repeated id is left to the spool's readers."""
-_ROW_SIZE = 64
+_RECORD_SIZE = 1024
+"""Bytes for what is kept of a record beside itself: its place, its findings."""
 _ID_COLUMNS = ("token_ids", "prompt_token_ids", "kept_ids")
 
 
@@ -111,7 +112,7 @@ class Collector:
         self._repeated: list[Finding] = []
         self._contents: dict[int, int] = {}
         self.held = 0
-        """Tokens and kept ids waiting to be flushed, and something for each response, which may have none."""
+        """Bytes read of records that wait to be flushed. They are kept whole until it is known which are bad."""
 
     def take_tree(self, tree: Tree, *, first: bool, record: Record | None = None) -> None:
         """A tree, as the record that it is opened to. `first`: it decides whether its file, or the call, is the
@@ -119,6 +120,7 @@ class Collector:
 
         Errors: SchemaError.
         """
+        self.held += tree.size + _RECORD_SIZE
         try:
             if tree.error is not None:
                 raise SchemaError(tree.error)
@@ -144,12 +146,11 @@ class Collector:
             return
         self._builder.add(response)
         self._parts.append(part)
-        self.held += _ROW_SIZE + len(response.token_ids) + (0 if response.kept_ids is None else len(response.kept_ids))
 
     def _is_repeated(self, response: Response) -> bool:
         """Whether the same response came before; it is taken once. Errors: ViolationError where another had its id."""
         name = hash(response.rollout_id)
-        content = hash(tuple(None if x is None else np.asarray(x).tobytes() for x in _contents(response)))
+        content = hash(tuple(map(_content, vars(response).values())))
         before = self._contents.get(name)
         if before is None:
             self._contents[name] = content
@@ -199,8 +200,12 @@ class Collector:
         return adapted
 
 
-def _contents(response: Response) -> Iterator[object]:
-    yield from (response.token_ids, response.behavior_logprobs, response.kept_ids, response.prompt_token_ids)
+def _content(value: object) -> Hashable:
+    """A field of a response as something that is equal where the field is."""
+    if isinstance(value, np.ndarray):
+        hidden = np.ma.getmask(value)
+        return (np.ma.getdata(value).tobytes(), hidden.tobytes() if hidden.any() else b"")
+    return value if value is None or isinstance(value, str) else repr(value)
 
 
 def _check_width(response: Response) -> None:

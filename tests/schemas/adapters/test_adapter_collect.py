@@ -40,6 +40,40 @@ def test_another_response_under_the_same_id_is_a_conflict_and_not_lost(adapt: Ad
     assert len(result.batch) == 2
 
 
+def changed(tree: dict[str, Any], field: str) -> dict[str, Any]:
+    """The same reply but for one thing beside its ids, their sets and b."""
+    tree = copy.deepcopy(tree)
+    choice = tree["response"]["choices"][0]
+    if field == "mask shape":
+        first, second = choice["sampling_mask"][:2]
+        choice["sampling_mask"][:2] = [[*first, second[0]], second[1:]]
+    elif field == "setting":
+        tree["request"]["sampling_params"]["top_p"] = 0.123
+    elif field == "sampling_mask_logprobs":
+        for token, row in enumerate(choice["sampling_mask"]):
+            choice.setdefault(field, []).append([-1.0 - token] * len(row))
+    else:
+        choice[field] = {"finish_reason": "abort", "weight_versions": [{"version": "7", "start": 0, "end": 1}]}[field]
+    return tree
+
+
+@pytest.mark.parametrize(
+    "field", ["finish_reason", "weight_versions", "sampling_mask_logprobs", "mask shape", "setting"]
+)
+def test_a_response_that_differs_in_any_field_is_not_the_same(adapt: Adapt, example: Example, field: str) -> None:
+    first = example("vllm_good.json")
+    second = changed(first, field)
+    kinds = [[f.kind for f in one.findings] for one in adapt("vllm", first, second).rejected]
+    assert [FindingKind.CONFLICT] in kinds
+    assert len(kinds) == (2 if field == "setting" else 1)
+
+
+def test_a_hidden_number_is_not_the_number_behind_it() -> None:
+    shown, hidden = np.array([np.nan]), np.ma.MaskedArray([np.nan], [True])
+    assert collect._content(shown) == collect._content(np.ma.MaskedArray(shown, [False])) == collect._content(+shown)
+    assert collect._content(shown) != collect._content(hidden)
+
+
 def test_ids_are_remembered_in_bounded_number(adapt: Adapt, example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collect, "MAX_REMEMBERED", 3)
     trees = [{**example("vllm_good.json")} for _ in range(4)]

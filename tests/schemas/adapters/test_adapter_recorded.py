@@ -45,16 +45,46 @@ def test_one_tree_a_list_of_them_lines_and_their_gzip_are_read_alike(tmp_path: P
 def test_lines_become_batches_before_all_of_them_are_read(
     tmp_path: Path, example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorded, "BLOCK", 400)
+    tree = example("vllm_good.json")
+    monkeypatch.setattr(recorded, "BLOCK", 3 * len(json.dumps(tree)))
     read = []
     spied = recorded._parsed
     monkeypatch.setattr(recorded, "_parsed", lambda text: read.append(1) or spied(text))
-    tree = example("vllm_good.json")
     file = write(tmp_path / "a.jsonl", "".join(json.dumps(numbered(tree, n)) + "\n" for n in range(50)))
     results = adapt_files(adapter_for("vllm"), [file], STATED)
     assert len(next(results).batch) == 6
     assert len(read) == 3
     assert sum(len(result.batch) for result in results) == 94
+
+
+def test_lines_that_are_all_rejected_or_come_again_are_not_held_either(
+    tmp_path: Path, example: Example, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, short = example("vllm_good.json"), example("vllm_good.json")
+    for choice in short["response"]["choices"]:
+        choice["sampling_mask"].pop()
+    other = {**first, "response": {"error": "too long"}}
+    trees = [first] * 10 + [numbered(short, n) for n in range(10)] + [other] * 10 + [7] * 10
+    file = write(tmp_path / "a.jsonl", "".join(json.dumps(tree) + "\n" for tree in trees))
+    monkeypatch.setattr(recorded, "BLOCK", 3 * 1024)
+    results = list(adapt_files(adapter_for("vllm"), [file], STATED))
+    assert max(len(result.rejected) for result in results) <= 4
+    assert sum(len(result.rejected) for result in results) == 40
+    assert sum(len(result.batch) for result in results) == 2
+    assert len(results) >= 15
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.jsonl.gz", "a.msgpack"])
+def test_trees_tell_the_bytes_that_they_were_read_from(tmp_path: Path, name: str) -> None:
+    trees = [{"x": list(range(n))} for n in range(3)]
+    if name == "a.msgpack":
+        msgpack = pytest.importorskip("msgpack", reason="prime-rl files are msgpack; install the extra [prime-rl]")
+        text = msgpack.packb(trees)
+    else:
+        text = (json.dumps(trees) if name == "a.json" else "".join(json.dumps(tree) + "\n" for tree in trees)).encode()
+    file = write(tmp_path / name, gzip.compress(text) if name.endswith(".gz") else text)
+    told = sum(tree.size for tree in read_trees(file, msgpack=name == "a.msgpack"))
+    assert len(text) - 2 <= told <= len(text)  # an array's header, or a rest of the division, may be left out
 
 
 def test_a_line_that_is_no_json_is_rejected_as_it_stands_and_the_others_go_on(tmp_path: Path, example: Example) -> None:
