@@ -203,8 +203,10 @@ class Collector:
 def _content(value: object) -> Hashable:
     """A field of a response as something that is equal where the field is."""
     if isinstance(value, np.ndarray):
-        hidden = np.ma.getmask(value)
-        return (np.ma.getdata(value).tobytes(), hidden.tobytes() if hidden.any() else b"")
+        shown, hidden = np.ma.getdata(value), np.ma.getmask(value)
+        if shown.dtype == np.int64:
+            shown = shown.astype(np.int32)  # ids fit (_check_width); half as many bytes are hashed in half the time
+        return (shown.tobytes(), hidden.tobytes() if hidden.any() else b"")
     return value if value is None or isinstance(value, str) else repr(value)
 
 
