@@ -40,7 +40,11 @@ class FindingKind(str, Enum):
     DUPLICATE = "duplicate", "the same rollout_id with the same content"
     SEED_REUSED = "seed_reused", "rows that share a row seed"
     SUPPORT_ABSENT = "support_absent", "no kept set was recorded"
-    DISTRIBUTION = "distribution", "the recorded kept distribution does not sum to 1, or disagrees with b or H"
+    DISTRIBUTION = (
+        "distribution",
+        "the recorded kept distribution does not sum to 1, or disagrees with b or H; or H or Var(log p) is not finite "
+        "or < -1e-4, or a full log-probability not finite, > 1e-6 or <= -1000",
+    )
     LOGPROB_MISMATCH = (
         "logprob_mismatch",
         "b disagrees with the score over the recorded set at equal weights, and no better explanation was found",

@@ -16,6 +16,7 @@ from keptset.schemas.findings import FindingKind
 from keptset.schemas.ragged import AnyArray, BoolArray
 from keptset.schemas.validation.collector import Collector, Indices
 from keptset.schemas.validation.kept_sets import blocks, check_set_nulls, compare_lengths
+from keptset.schemas.validation.numbers import can_be_spread
 from keptset.schemas.validation.responses import is_text
 from keptset.schemas.validation.tokens_view import SetColumn, TokenView
 
@@ -75,21 +76,30 @@ def _check_values(view: TokenView, ids: SetColumn, logprobs: SetColumn, collecto
             ("b", b, own_C, sound_C & kept_domain_T[here]),
             ("H", entropy, entropies_C, sound_C),
         ):
-            if column is not None:
-                recorded_C = column.values_T[here]
-                at = _differing(recorded_C, derived_C, where_C)
-                collector.add(
-                    FindingKind.DISTRIBUTION,
-                    *view.locate(start + at),
-                    partial(_value_detail, symbol, recorded_C[at], derived_C[at]),
-                )
+            if column is None:
+                continue
+            recorded_C = column.values_T[here]
+            known_C = where_C if column.valid_T is None else where_C & column.valid_T[here]
+            at = _differing(recorded_C, derived_C, known_C & ~_told_before(symbol, recorded_C))
+            collector.add(
+                FindingKind.DISTRIBUTION,
+                *view.locate(start + at),
+                partial(_value_detail, symbol, recorded_C[at], derived_C[at]),
+            )
+
+
+def _told_before(symbol: str, recorded_C: AnyArray) -> BoolArray:
+    """Where a number cannot be what it is called, whatever it stands beside: a finding of the number alone."""
+    told_C: BoolArray = np.isnan(recorded_C) if symbol == "b" else ~can_be_spread(recorded_C)
+    return told_C
 
 
 def _differing(recorded_C: AnyArray, derived_C: AnyArray, where_C: BoolArray) -> Indices:
-    """Where a recorded number is not the one that follows from the recorded distribution."""
+    """Where a recorded number is not the one that follows from the recorded distribution, if one does."""
     allowed_C = DISTRIBUTION_TOLERANCE * np.maximum(1.0, np.abs(derived_C))
     with np.errstate(invalid="ignore"):
-        return np.flatnonzero(where_C & (np.abs(recorded_C - derived_C) > allowed_C))  # False where either is NaN
+        equal_C = np.abs(recorded_C - derived_C) <= allowed_C  # False where either is NaN
+    return np.flatnonzero(where_C & ~equal_C & ~np.isnan(derived_C))
 
 
 def _sum_detail(totals: AnyArray, i: int) -> str:

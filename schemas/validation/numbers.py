@@ -1,11 +1,14 @@
-"""Checks of the numbers recorded per sampled token: nulls, b, m, versions.
+"""Checks of the numbers recorded per sampled token: nulls, b, m, H, Var(log p), versions.
 
-b <= 0 and b = 0 where |K| = 1;   m <= 0 and exp(m) >= top_p where top_p is the only filter that can end the set.
+b <= 0 and b = 0 where |K| = 1;   m <= 0 and exp(m) >= top_p where top_p is the only filter that can end the set;
+H >= 0;   Var(log p) >= 0.
 
 Legend: T tokens.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import numpy as np
 import pyarrow.compute as pc
@@ -24,6 +27,8 @@ SMALLEST_LOGPROB = np.float32(-1000.0)
 MASS_TOLERANCE = 2e-6
 """Share of the whole mass by which the kept mass may miss top_p: 1e-6 for a member whose mass before it lies on the
 bound (implementations may differ there), 1e-6 for float32 in m."""
+SMALLEST_SPREAD = np.float32(-1e-4)
+"""H and Var(log p) may fall below 0 by the rounding of float32 sums: as far as the recorded distribution may be off."""
 
 _NULL_WHERE_NOT_SAMPLED = (
     "behavior_logprobs",
@@ -35,9 +40,10 @@ _NULL_WHERE_NOT_SAMPLED = (
 
 
 def check_numbers(view: TokenView, sets: SetColumn | None, collector: Collector) -> None:
-    """Kinds `nulls`, `logprob`, `mass`, `version_order`. `sets`: the kept sets, if any."""
+    """Kinds `nulls`, `logprob`, `mass`, `distribution`, `version_order`. `sets`: the kept sets, if any."""
     _check_nulls(view, collector)
     _check_logprobs(view, sets, collector)
+    _check_beside(view, collector)
     _check_masses(view, collector)
     _check_versions(view, collector)
 
@@ -79,14 +85,10 @@ def _check_logprobs(view: TokenView, sets: SetColumn | None, collector: Collecto
     if column is None:
         return
     b_T = column.values_T
-    plausible_T = (b_T <= LARGEST_LOGPROB) & (b_T > SMALLEST_LOGPROB)  # False for NaN and the infinities
+    plausible_T = can_be_logprob(b_T)
     if not plausible_T.all():
         tokens = np.flatnonzero(_recorded(view, column.valid_T, ~plausible_T))
-        collector.add(
-            FindingKind.LOGPROB,
-            *view.locate(tokens),
-            lambda i: f"b = {b_T[tokens[i]]:.7g}, outside ({SMALLEST_LOGPROB:g}, {LARGEST_LOGPROB:g}]",
-        )
+        collector.add(FindingKind.LOGPROB, *view.locate(tokens), partial(_logprob_detail, "b", b_T[tokens]))
     if sets is None:
         return
     moved_T = (np.diff(sets.offsets_T1) == 1) & (b_T != 0) & plausible_T
@@ -98,6 +100,43 @@ def _check_logprobs(view: TokenView, sets: SetColumn | None, collector: Collecto
             *view.locate(singles),
             lambda i: f"b = {b_T[singles[i]]:.7g}, though the kept set has one member",
         )
+
+
+def can_be_logprob(values_T: AnyArray) -> BoolArray:
+    """Where a value can be the log-probability of a sampled token. False for NaN and the infinities."""
+    possible_T: BoolArray = (values_T <= LARGEST_LOGPROB) & (values_T > SMALLEST_LOGPROB)
+    return possible_T
+
+
+def can_be_spread(values_T: AnyArray) -> BoolArray:
+    """Where a value can be an entropy or a variance. False for NaN."""
+    possible_T: BoolArray = (values_T >= SMALLEST_SPREAD) & (values_T < np.inf)
+    return possible_T
+
+
+def _logprob_detail(name: str, values: AnyArray, i: int) -> str:
+    return f"{name} = {values[i]:.7g}, outside ({SMALLEST_LOGPROB:g}, {LARGEST_LOGPROB:g}]"
+
+
+def _spread_detail(name: str, values: AnyArray, i: int) -> str:
+    return f"{name} = {values[i]:.7g}, not finite or below {SMALLEST_SPREAD:g}"
+
+
+def _check_beside(view: TokenView, collector: Collector) -> None:
+    """Numbers about the distributions, whether these are recorded or not."""
+    for column_name, name, possible, detail in (
+        ("kept_entropy", "H", can_be_spread, _spread_detail),
+        ("kept_logprob_var", "Var(log p)", can_be_spread, _spread_detail),
+        ("full_logprobs", "full_logprobs", can_be_logprob, _logprob_detail),
+    ):
+        column = view.column(column_name)
+        if column is None:
+            continue
+        possible_T = possible(column.values_T)
+        if not possible_T.all():
+            tokens = np.flatnonzero(_recorded(view, column.valid_T, ~possible_T))
+            told = partial(detail, name, column.values_T[tokens])
+            collector.add(FindingKind.DISTRIBUTION, *view.locate(tokens), told)
 
 
 def _lowest_masses(view: TokenView) -> AnyArray:

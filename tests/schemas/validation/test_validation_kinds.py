@@ -237,6 +237,23 @@ PLANTS = [
     Plant("probability NaN", K.DISTRIBUTION, 2, put("kept_logprobs", 2, 0, value=NAN), "sum to nan"),
     Plant("b of another distribution", K.DISTRIBUTION, 0, put("behavior_logprobs", 0, value=-0.001), "b = -0.001"),
     Plant("H of another distribution", K.DISTRIBUTION, 0, put("kept_entropy", 0, value=9.0), "H = 9,"),
+    *(
+        Plant(
+            f"{symbol} {value}", K.DISTRIBUTION, 3, put(name, 3, value=value), f"{symbol} = {shown}, not finite", row=5
+        )
+        for name, symbol in (("kept_entropy", "H"), ("kept_logprob_var", "Var(log p)"))
+        for value, shown in ((NAN, "nan"), (INF, "inf"), (-INF, "-inf"), (-0.5, "-0.5"), (-2e-4, "-0.0002"))
+    ),
+    *(
+        Plant(
+            f"full log-probability {value}",
+            K.DISTRIBUTION,
+            1,
+            put("full_logprobs", value=[-1.0, value, None]),
+            f"full_logprobs = {shown}, outside (-1000, 1e-06]",
+        )
+        for value, shown in ((NAN, "nan"), (INF, "inf"), (-INF, "-inf"), (0.5, "0.5"), (-9999.0, "-9999"))
+    ),
 ]
 
 
@@ -316,7 +333,8 @@ def test_duplicates_and_conflicts_are_told_apart_row_by_row(good, changed) -> No
 
 def test_a_duplicate_stays_one_where_a_number_is_not_a_number(good, changed) -> None:
     batch = changed(good, lambda rows: rows[1].update(full_logprobs=[NAN] * 4))
-    assert [finding.kind for finding in validate(batch.take([1, 0, 1]))] == [K.DUPLICATE]
+    found = [finding.kind for finding in validate(batch.take([1, 0, 1]))]
+    assert found == [K.DISTRIBUTION, K.DUPLICATE], "the number is told, and no conflict"
 
 
 def test_a_shared_seed_is_told_for_each_row_that_has_it(good, changed) -> None:
@@ -367,6 +385,31 @@ def test_numbers_an_engine_did_not_give_for_some_tokens_are_unknown_not_wrong(go
         rows[5]["behavior_logprobs"] = None
 
     assert validate(changed(good, change)) == []
+
+
+def test_entropy_and_variance_may_fall_below_0_by_rounding(good, changed) -> None:
+    def change(rows: list[Row]) -> None:
+        rows[4]["kept_entropy"] = rows[4]["kept_logprob_var"] = [-1e-8, None, -5e-5]
+        rows[4]["kept_logprobs"] = None
+
+    assert validate(changed(good, change)) == []
+
+
+def test_an_entropy_that_is_no_number_is_told_without_a_distribution_and_once_beside_one(good, changed) -> None:
+    for forget in (True, False):
+
+        def change(rows: list[Row], forget: bool = forget) -> None:
+            rows[5]["kept_entropy"] = [NAN, None, None, NAN]
+            if forget:
+                rows[5]["kept_logprobs"] = None
+
+        (finding,) = validate(changed(good, change))
+        assert (finding.kind, finding.count, finding.responses) == (K.DISTRIBUTION, 2, 1)
+
+
+def test_numbers_about_tokens_that_were_not_sampled_are_no_measurements(good, changed) -> None:
+    """An engine may give the log-probability of a forced token, also of one it could not have drawn."""
+    assert validate(changed(good, lambda rows: rows[5].update(full_logprobs=[-1.0, -1.0, -INF, -1.0]))) == []
 
 
 def test_a_response_without_a_token_needs_no_set_and_no_prompt(batch_of) -> None:

@@ -58,6 +58,12 @@ def messy_rows(random: np.random.Generator, count: int, badness: float) -> list[
     def mass() -> float:
         return float(random.choice([math.nan, 1.0, -3.0])) if bad() else -0.01
 
+    def spread(sound: float) -> float:
+        return float(random.choice([math.nan, math.inf, -0.1, 7.0])) if bad() else sound
+
+    def full() -> float:
+        return float(random.choice([math.nan, -math.inf, 1.0, -1e4])) if bad() else -2.5
+
     rows = []
     for number in range(count):
         tokens = int(random.integers(5))
@@ -67,6 +73,7 @@ def messy_rows(random: np.random.Generator, count: int, badness: float) -> list[
         sets: list[Any] = []
         logp: list[Any] = []
         b: list[Any] = []
+        entropies: list[float] = []
         for token, drawn in zip(token_ids, sampled, strict=True):
             ids = sorted(
                 {int(i) for i in random.integers(V, size=random.integers(1, 5))} | (set() if bad() else {token})
@@ -78,6 +85,7 @@ def messy_rows(random: np.random.Generator, count: int, badness: float) -> list[
             if bad():
                 ids = []
             p = np.log(random.dirichlet(np.ones(len(ids)))) if ids else np.zeros(0)
+            entropies.append(spread(-float((np.exp(p) * p).sum())))
             own = float(p[ids.index(token)]) if token in ids else -0.5
             keep = drawn != bad()
             sets.append([or_null(i) for i in ids] if keep else None)
@@ -100,7 +108,11 @@ def messy_rows(random: np.random.Generator, count: int, badness: float) -> list[
             "behavior_logprobs": or_null(short(b)),
             "logprob_domain": or_null(str(random.choice(["kept", "kept", "full"]))),
             "log_kept_mass": or_null(short([mass() if drawn else None for drawn in sampled])),
-            "kept_entropy": or_null(short([None] * tokens)),
+            "kept_entropy": or_null(
+                short([or_null(h) if drawn != bad() else None for h, drawn in zip(entropies, sampled, strict=True)])
+            ),
+            "kept_logprob_var": or_null(short([spread(0.25) if drawn != bad() else None for drawn in sampled])),
+            "full_logprobs": or_null(short([full() for _ in sampled])),
             "support": or_null(support),
             "kept_ids": short(sets) if (support == "kept") != bad() else None,
             "kept_logprobs": short(logp) if support == "kept" and random.random() < 0.5 else None,
@@ -200,7 +212,7 @@ def check_tokens(row: dict[str, Any], seen: Counter[tuple[K, int | None]]) -> No
     for t, (token, drawn) in enumerate(zip(row["token_ids"], row["sampled"], strict=True)):
         item = {name: row[name][t] if row.get(name) is not None else None for name in PER_TOKEN}
         seen[K.RANGE, t] += outside(token)
-        for name in ("behavior_logprobs", "log_kept_mass", "kept_entropy", "policy_versions"):
+        for name in ("behavior_logprobs", "log_kept_mass", "kept_entropy", "kept_logprob_var", "policy_versions"):
             seen[K.NULLS, t] += not drawn and item[name] is not None
         seen[K.NULLS, t] += drawn and item["behavior_logprobs"] is None and row["behavior_logprobs"] is not None
         ids, logp, b, m = item["kept_ids"], item["kept_logprobs"], item["behavior_logprobs"], item["log_kept_mass"]
@@ -224,6 +236,11 @@ def check_tokens(row: dict[str, Any], seen: Counter[tuple[K, int | None]]) -> No
             seen[K.LOGPROB, t] += not sound
             single = ids is not None and len(ids) == 1 and row["logprob_domain"] == "kept"
             seen[K.LOGPROB, t] += sound and single and np.float32(b) != 0
+        for name in ("kept_entropy", "kept_logprob_var"):
+            if drawn and item[name] is not None:
+                seen[K.DISTRIBUTION, t] += not -1e-4 <= item[name] < math.inf
+        if drawn and item["full_logprobs"] is not None:
+            seen[K.DISTRIBUTION, t] += not -1000 < item["full_logprobs"] <= 1e-6
         if drawn and m is not None:
             seen[K.MASS, t] += not (bound <= m <= 1e-6)
     if row["kept_ids"] is None or row["kept_logprobs"] is None or unequal or misplaced:
@@ -235,6 +252,9 @@ def check_tokens(row: dict[str, Any], seen: Counter[tuple[K, int | None]]) -> No
             seen[K.DISTRIBUTION, t] += 1
             continue
         token, b = row["token_ids"][t], None if row["behavior_logprobs"] is None else row["behavior_logprobs"][t]
+        h, derived = (row["kept_entropy"] or [None] * len(row["sampled"]))[t], -math.fsum(math.exp(x) * x for x in logp)
+        if h is not None and 0 <= h < math.inf:
+            seen[K.DISTRIBUTION, t] += abs(h - derived) > 1e-4 * max(1.0, derived)
         if b is not None and ids.count(token) == 1 and row["logprob_domain"] == "kept":
             own = logp[ids.index(token)]
             seen[K.DISTRIBUTION, t] += abs(b - own) > 1e-4 * max(1.0, abs(own))
