@@ -131,7 +131,7 @@ def _fields(tree: Node) -> list[Node]:
 
 
 def _unpack(fields: list[Node]) -> Iterator[Packed]:
-    """The sequences of a packed row; what follows the last is padding."""
+    """The sequences of a packed row; what follows the last is padding, without loss, set and log-probability."""
     token_ids, logprobs = ids(fields[_INPUT_IDS]), floats(fields[_LOGPROBS])
     loss_mask = _flags(fields[_LOSS_MASK])
     temperatures = None if fields[_TEMPERATURES].value is None else floats(fields[_TEMPERATURES])
@@ -149,6 +149,13 @@ def _unpack(fields: list[Node]) -> Iterator[Packed]:
     if len(lengths) and (lengths.min() < 0 or lengths.max() > len(token_ids) or lengths.sum() > len(token_ids)):
         raise fields[_SEQUENCE_LENGTHS].refuse(f"lengths that fit into the {len(token_ids)} tokens")
     edges = offsets_of(lengths)
+    for name, told in (("loss", loss_mask), ("log-probability", logprobs), ("count of kept ids", counts)):
+        behind = np.flatnonzero([] if told is None else np.ma.getdata(told)[edges[-1] :])
+        if len(behind):
+            raise fields[_SEQUENCE_LENGTHS].refuse(
+                f"lengths that reach to the last drawn token: they add up to {edges[-1]}, and token "
+                f"{edges[-1] + behind[0]} has a {name}, which padding has not"
+            )
     kept_edges = np.zeros(len(token_ids) + 1, np.int64) if counts is None else offsets_of(counts)
     for position, (start, stop) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
         here, kept_here = slice(start, stop), slice(kept_edges[start], kept_edges[stop])

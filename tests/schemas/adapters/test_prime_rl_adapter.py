@@ -69,6 +69,26 @@ def test_padding_behind_the_last_sequence_is_left_out(fields: list[Any]) -> None
     assert from_prime_rl([padded], None, STATED).require().arrow.equals(whole.arrow)
 
 
+@pytest.mark.parametrize("lengths", [[], [8], [8, 8]])
+@pytest.mark.parametrize(
+    ("number", "told"), [(1, "a loss"), (3, "a log-probability"), (MASK, "a count of kept ids"), (None, "a loss")]
+)
+def test_padding_that_was_drawn_is_a_sequence_that_the_lengths_leave_out(
+    fields: list[Any], lengths: list[int], number: int | None, told: str
+) -> None:
+    fields[5], fields[17], fields[18] = lengths, fields[17][: len(lengths)], fields[18][: len(lengths)]
+    behind = sum(lengths)
+    ids, counts = np.frombuffer(fields[MASK][0], "<i4"), counts_of(fields)
+    for other, filler in ((1, False), (3, 0.0)):
+        if number not in (other, None):
+            fields[other][behind:] = [filler] * (17 - behind)
+    if number not in (MASK, None):
+        counts[behind:] = 0
+        fields = with_mask(fields, ids[: counts.sum()], counts)
+    with pytest.raises(SchemaError, match=rf"they add up to {behind}, and token \d+ has {told}, which padding has not"):
+        from_prime_rl([fields], None, STATED)
+
+
 def test_tokens_between_turns_were_not_drawn(fields: list[Any]) -> None:
     counts = counts_of(fields)
     ids = np.frombuffer(fields[MASK][0], "<i4")
