@@ -234,8 +234,7 @@ def _renormalised_twice(batch: RolloutBatch, rows: Rows, scored: Scored | None) 
 def _mismatch(batch: RolloutBatch, rows: Rows, scored: Scored | None) -> RolloutBatch:
     b = batch.behavior_logprobs
     assert b is not None
-    factor_T = np.random.default_rng(1).uniform(0.5, 1.5, len(b.values))
-    spoilt = with_b(batch, rows, b.values * factor_T)
+    spoilt = with_b(batch, rows, b.values / np.log(10))
     return edited(spoilt, rows, lambda row: row.update(kept_logprobs=None))
 
 
@@ -303,7 +302,7 @@ PLANTS: tuple[Plant, ...] = (
     _plant(_K.WRONG_VERSION, "drawn by version 0 and recorded as 1", _wrong_version, scored=True, versions=(0, 1)),
     _plant(
         _K.LOGPROB_MISMATCH,
-        "b is 0.5 to 1.5 times what it was, at random, and no distribution is recorded",
+        "b is a logarithm to base 10, and no distribution is recorded",
         _mismatch,
         scored=True,
     ),

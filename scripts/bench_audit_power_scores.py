@@ -10,7 +10,7 @@ Legend: B responses, T tokens over them, P positions of a pass, H hidden.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +25,11 @@ from keptset.scripts.audit_planting import Scored
 from keptset.scripts.bench_audit_power_rollouts import Progress
 from keptset.trainer_bridge.alignment import to_packed
 from keptset.trainer_bridge.audit.audited_batch import TokenScores
-from keptset.trainer_bridge.audit.best_forms import EXPLAINED
+from keptset.trainer_bridge.audit.best_forms import best_forms, further_away
 from keptset.trainer_bridge.audit.explanations import BatchSets, Form, from_logits
-from keptset.trainer_bridge.audit.residuals import Affected, affected_responses, misfit, residuals
+from keptset.trainer_bridge.audit.residuals import affected_responses, residuals
 from keptset.trainer_bridge.audit.token_scores import ModelScorer
+from keptset.trainer_bridge.audit.weights import WeightsOfPass, drawn_by
 from keptset.trainer_bridge.passes import in_passes
 from keptset.trainer_bridge.sampled_tokens import Ints, sampled_tokens
 from keptset.trainer_bridge.scoring.aligned import LogitsOf
@@ -209,8 +210,7 @@ class KnownScorer:
     def score(self, batch: RolloutBatch) -> TokenScores:
         """As `live` does, but for the floors, which are not measured where all is known."""
         found = self._known_of(batch) if self.live.scorer.versions == (0,) else None
-        scores = None if found is None else _explained(batch, found)
-        return self.live.score(batch) if scores is None else scores
+        return self.live.score(batch) if found is None else self._explained(batch, found)
 
     def _known_of(self, batch: RolloutBatch) -> Known | None:
         """What is known of the batch; None where another column than b is not as it was drawn."""
@@ -224,43 +224,32 @@ class KnownScorer:
         _, tokens = gather_spans(starts, np.array(rows, np.int64))
         return self.known.take(tokens)
 
-
-def _explained(batch: RolloutBatch, known: Known) -> TokenScores | None:
-    """The scores, with each near fault in its best form; None where one of them has to be looked for further away."""
-    tokens = sampled_tokens(batch)
-    b_T = tokens.behavior_logprobs_T.astype(np.float64)
-    explained: dict[FindingKind, Floats] = {}
-    hints: dict[FindingKind, Ints] = {}
-    for affected in affected_responses(tokens, *residuals(tokens, known.kept_T)):
-        best = _best(affected, b_T, known)
-        if best is None:
-            return None
-        for kind, form in best.items():
-            explained.setdefault(kind, np.full(len(b_T), np.nan))[affected.tokens] = known.near[form][affected.tokens]
-            hints.setdefault(kind, np.zeros(len(b_T), np.int64))[affected.tokens] = form.hint
-    return TokenScores(
-        kept_T=known.kept_T,
-        full_T=known.full_T,
-        same_version_T=np.ones(len(b_T), bool),
-        explained=explained,
-        hints=hints,
-        expected_T=known.kept_T,
-    )
-
-
-def _best(affected: Affected, b_T: Floats, known: Known) -> dict[FindingKind, Form] | None:
-    misfits: dict[Form, float] = {}
-    for form, value_T in known.near.items():
-        left = misfit(affected, b_T, value_T[affected.tokens])
-        if not np.isnan(left):
-            misfits[form] = left
-    if not any(left <= EXPLAINED for left in misfits.values()):
-        return None
-    best: dict[FindingKind, Form] = {}
-    for form in sorted(misfits):
-        if form.kind not in best or misfits[form] < misfits[best[form.kind]]:
-            best[form.kind] = form
-    return best
+    def _explained(self, batch: RolloutBatch, known: Known) -> TokenScores:
+        """The scores, with each fault in its best form; the model is asked only where no near fault explains b."""
+        tokens = sampled_tokens(batch)
+        sets = BatchSets(tokens)
+        b_T = tokens.behavior_logprobs_T.astype(np.float64)
+        explained: dict[FindingKind, Floats] = {}
+        hints: dict[FindingKind, Ints] = {}
+        for affected in affected_responses(tokens, *residuals(tokens, known.kept_T)):
+            row, at = affected.row, affected.tokens
+            here = replace(affected, tokens=np.arange(len(at)))
+            packed = to_packed(batch.slice(row, 1))
+            drawn_T = drawn_by(packed.tokens, self.live.scorer.versions)
+            alone = WeightsOfPass(scorer=self.live.scorer, packed=packed, drawn_T=drawn_T)
+            near = {form: value_T[at] for form, value_T in known.near.items()}
+            best = best_forms(affected, b_T, near, further_away(alone, here, sets, row))
+            for kind, (value_T, hint) in best.items():
+                explained.setdefault(kind, np.full(len(b_T), np.nan))[at] = value_T
+                hints.setdefault(kind, np.zeros(len(b_T), np.int64))[at] = hint
+        return TokenScores(
+            kept_T=known.kept_T,
+            full_T=known.full_T,
+            same_version_T=np.ones(len(b_T), bool),
+            explained=explained,
+            hints=hints,
+            expected_T=known.kept_T,
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,13 +5,25 @@ Legend: T tokens of the response.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 import numpy as np
 
 from keptset.schemas.findings import FindingKind
-from keptset.trainer_bridge.audit.explanations import BatchSets, Form, form, from_logits, over_sets, token_chunks
+from keptset.trainer_bridge.audit.explanations import (
+    BatchSets,
+    Form,
+    form,
+    from_logits,
+    over_sets,
+    over_swapped,
+    token_chunks,
+)
 from keptset.trainer_bridge.audit.residuals import Affected, Floats, misfit
 from keptset.trainer_bridge.audit.weights import ELSEWHERE, WeightsOfPass
-from keptset.trainer_bridge.sampled_tokens import Ints
+from keptset.trainer_bridge.sampled_tokens import Ints, SampledTokens
+from keptset.trainer_bridge.scoring.hand import Tensor
 
 MAX_ELEMENTS = 1 << 22
 """Logits of a response that exist at once: 16 MiB of float32."""
@@ -19,29 +31,46 @@ MAX_ELEMENTS = 1 << 22
 EXPLAINED = 1e-3
 """Nats: what leaves no more than this explains b, and nothing further is tried."""
 
+Forms = dict[Form, Floats]
+"""b [T] under each."""
+
 
 def explain(
     weights: WeightsOfPass, affected: Affected, sets: BatchSets, row: int
 ) -> dict[FindingKind, tuple[Floats, int]]:
-    """b [T] under each fault that can be tried, and which form of it that is; `row` is the response's in `sets`.
-
-    Other responses' sets and other versions' weights are tried only where nothing nearer explains b: they are many.
-    """
-    tokens = weights.packed.tokens.take(affected.tokens)
-    if tokens.temperature_T[0] == 0:
+    """b [T] under each fault that can be tried, and which form of it that is; `row` is the response's in `sets`."""
+    if weights.packed.tokens.temperature_T[affected.tokens[0]] == 0:
         return {}
     b_T = weights.packed.tokens.behavior_logprobs_T.astype(np.float64)
-    forms = _from_logits(weights, affected.tokens, sets, row, ())
+    near = _under_own_weights(weights, affected.tokens, partial(from_logits, sets=sets, row=row))
+    return best_forms(affected, b_T, near, further_away(weights, affected, sets, row))
+
+
+def further_away(
+    weights: WeightsOfPass, affected: Affected, sets: BatchSets, row: int
+) -> tuple[Callable[[], Forms], Callable[[], Forms]]:
+    """What may explain b where nothing nearer does: other versions' weights, and then other responses' sets."""
+
+    tokens = affected.tokens
+
+    def swapped() -> Forms:
+        others = sets.holding(weights.packed.tokens.take(tokens), row, affected.at_A)
+        return _under_own_weights(weights, tokens, partial(over_swapped, sets=sets, others=others)) if others else {}
+
+    return partial(_other_versions, weights, tokens), swapped
+
+
+def best_forms(
+    affected: Affected, b_T: Floats, near: Mapping[Form, Floats], further: tuple[Callable[[], Forms], ...]
+) -> dict[FindingKind, tuple[Floats, int]]:
+    """Of each fault the form that fits best, with its hint. What is further away is tried while nothing explains b, for
+    it is many."""
+    forms = dict(near)
     misfits = {f: misfit(affected, b_T, value_T) for f, value_T in forms.items()}
-    if not any(value <= EXPLAINED for value in misfits.values()):
-        more = _other_versions(weights, affected.tokens)
-        swaps = sets.holding(tokens, row)
-        if swaps:
-            more |= {
-                f: value_T
-                for f, value_T in _from_logits(weights, affected.tokens, sets, row, swaps).items()
-                if f.kind is FindingKind.MASK_SWAPPED
-            }
+    for more_of in further:
+        if any(value <= EXPLAINED for value in misfits.values()):
+            break
+        more = more_of()
         forms |= more
         misfits |= {f: misfit(affected, b_T, value_T) for f, value_T in more.items()}
     best: dict[FindingKind, Form] = {}
@@ -51,23 +80,21 @@ def explain(
     return {kind: (forms[f], f.hint) for kind, f in best.items()}
 
 
-def _from_logits(
-    weights: WeightsOfPass, tokens: Ints, sets: BatchSets, row: int, swaps: tuple[int, ...]
-) -> dict[Form, Floats]:
-    """Every form whose logits are those that drew the tokens; NaN for tokens that were drawn elsewhere."""
+def _under_own_weights(weights: WeightsOfPass, tokens: Ints, b_of: Callable[[Tensor, SampledTokens], Forms]) -> Forms:
+    """Forms whose logits are those that drew the tokens; NaN for tokens that were drawn elsewhere."""
     near = np.flatnonzero(weights.drawn_T[tokens] != ELSEWHERE)
-    forms: dict[Form, Floats] = {}
+    forms: Forms = {}
     for chunk in token_chunks(near, weights.scorer.vocab_size, MAX_ELEMENTS):
         part = weights.packed.tokens.take(tokens[chunk])
-        for f, value_C in from_logits(weights.logits_drawn(tokens[chunk]), part, sets, row, swaps).items():
+        for f, value_C in b_of(weights.logits_drawn(tokens[chunk]), part).items():
             forms.setdefault(f, np.full(len(tokens), np.nan))[chunk] = value_C
     return forms
 
 
-def _other_versions(weights: WeightsOfPass, tokens: Ints) -> dict[Form, Floats]:
+def _other_versions(weights: WeightsOfPass, tokens: Ints) -> Forms:
     """l over the recorded sets under each version that did not draw all of the tokens."""
     versions = weights.scorer.versions
-    forms: dict[Form, Floats] = {}
+    forms: Forms = {}
     for index, version in enumerate(versions):
         if version is None or (weights.drawn_T[tokens] == index).all():
             continue

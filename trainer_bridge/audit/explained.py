@@ -8,7 +8,8 @@ median affected response, and those *apart*, further out, where more than a path
 
 In each group the fault is named that fits a quarter of it well, or, among enough responses, half of it at all; then the
 next, of what is left. The second is the rule of SEMANTICS 6, pair by pair: the median residual is at least halved. What
-a named fault fits at all joins it.
+a named fault fits at all joins it; a response with few affected tokens only if the fault fits it well or its record
+contradicts itself, for halving one or two small residuals is easy.
 
 What is left is a path or a fault that has no name, and size does not tell them apart. Over an honest path the ratios
 exp(expected - b) have mean 1 within each group; `logprob_mismatch` stands on the test of that. Responses that
@@ -186,10 +187,11 @@ def _name(fits: list[Fit], counts: FitCounts, named: dict[FindingKind, Tally]) -
 
 
 def _join(fits: list[Fit], counts: FitCounts, named: dict[FindingKind, Tally]) -> list[Fit]:
-    """What a named fault fits at all joins it; returns what is left."""
+    """What a named fault fits joins it; returns what is left."""
     left = []
     for fit in fits:
-        joined = [kind for kind in kinds_of(fit.at_all) if kind in named]
+        fitting = fit.well if fit.few and not fit.errors else fit.at_all
+        joined = [kind for kind in kinds_of(fitting) if kind in named]
         if joined:
             counts.tally([fit], named[joined[0]])
         else:

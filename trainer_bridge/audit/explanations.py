@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,13 +80,11 @@ def from_scores(kept_T: Floats, m_T: Floats) -> Mapping[Form, Floats]:
     return {form(FindingKind.FULL_VOCABULARY): kept_T + m_T, form(FindingKind.RENORMALISED_TWICE): kept_T - m_T}
 
 
-def from_logits(
-    logits_TV: Tensor, tokens: SampledTokens, sets: BatchSets, row: int, swaps: tuple[int, ...] = ()
-) -> dict[Form, Floats]:
-    """b [T] under every form but those of other weights, for tokens of one response at T > 0.
+def from_logits(logits_TV: Tensor, tokens: SampledTokens, sets: BatchSets, row: int) -> dict[Form, Floats]:
+    """b [T] under every form but those of other weights and other responses, for tokens of one response at T > 0.
 
     Row t of `logits_TV` predicts token t. `sets` are those of the whole batch, in which the response is number `row`:
-    neighbours are found there, and those of the responses `swaps`.
+    neighbours are found there.
     """
     temperature_T = tokens.temperature_T
     replayer = Replayer(tokens)
@@ -112,10 +111,17 @@ def from_logits(
     for shift in SHIFTS:
         neighbours_T = sets.at(row, tokens.position_T + shift)
         forms[form(FindingKind.MASK_SHIFTED, shift)] = _over_others(logits_TV, tokens, sets, neighbours_T)
-    for other in swaps:
-        others_T = sets.at(other, tokens.position_T)
-        forms[form(FindingKind.MASK_SWAPPED, other)] = _over_others(logits_TV, tokens, sets, others_T)
     return forms
+
+
+def over_swapped(
+    logits_TV: Tensor, tokens: SampledTokens, sets: BatchSets, others: tuple[int, ...]
+) -> dict[Form, Floats]:
+    """b [T] over the sets of each of these responses of the batch, as `from_logits` takes the rest."""
+    return {
+        form(FindingKind.MASK_SWAPPED, other): _over_others(logits_TV, tokens, sets, sets.at(other, tokens.position_T))
+        for other in others
+    }
 
 
 def over_sets(logits_TV: Tensor, tokens: SampledTokens, *, replayed: bool = True, rows: Ints | None = None) -> Floats:
@@ -165,7 +171,6 @@ class BatchSets:
         self._offsets_B1 = np.asarray(tokens.batch.token_ids.offsets, np.int64)
         self._index = np.full(int(self._offsets_B1[-1]), -1, np.int64)
         self._index[self._offsets_B1[tokens.row_T] + tokens.position_T] = np.arange(tokens.num_tokens)
-        self._token_N: Ints | None = None
 
     def at(self, row: int, positions_T: Ints) -> Ints:
         """Index into A of the sampled token at each position of a response; -1 where there is none."""
@@ -175,28 +180,44 @@ class BatchSets:
         found_T[inside_T] = self._index[begin + positions_T[inside_T]]
         return found_T
 
-    def holding(self, tokens: SampledTokens, own: int) -> tuple[int, ...]:
-        """Responses whose sets hold the tokens of response `own` at the same positions, the best first.
+    def holding(self, tokens: SampledTokens, own: int, asking: Ints) -> tuple[int, ...]:
+        """Responses whose sets hold the tokens of response `own` at the same positions; first of all those of which
+        chance would do it least.
 
-        A response that is the other half of a swap holds them all; many others may where sets are large.
+        The other half of a swap holds them as far as it reaches, which must be half of the tokens `asking` at least;
+        many others may where sets are large.
         """
         length = int(self._offsets_B1[own + 1] - self._offsets_B1[own])
-        wanted = np.full(length, -1, np.int64)
+        wanted, asks = np.full(length, -1, np.int64), np.zeros(length, bool)
         wanted[tokens.position_T] = tokens.token_ids_T
+        asks[tokens.position_T[asking]] = True
         everyone = self.tokens
-        near_A = everyone.position_T < length
-        wanted_A = np.full(everyone.num_tokens, -1, np.int64)
-        wanted_A[near_A] = wanted[everyone.position_T[near_A]]
-        if self._token_N is None:
-            self._token_N = row_index(everyone.kept_offsets_T1)
-        hits_N = everyone.kept_ids_N == wanted_A[self._token_N]
+        near = np.flatnonzero((everyone.position_T < length) & ~everyone.full_T)
+        wanted_A, asks_A = np.full(everyone.num_tokens, -1, np.int64), np.zeros(everyone.num_tokens, bool)
+        wanted_A[near] = wanted[everyone.position_T[near]]
+        asks_A[near] = asks[everyone.position_T[near]]
         num_rows = everyone.batch.num_responses
-        held_B = np.bincount(everyone.row_T[self._token_N[hits_N]], minlength=num_rows)
-        asked_B = np.bincount(everyone.row_T[(wanted_A >= 0) & ~everyone.full_T], minlength=num_rows)
-        share_B = np.where(asked_B >= tokens.num_tokens / 2, held_B / np.maximum(asked_B, 1), 0.0)
+        held = self._token_N[everyone.kept_ids_N == wanted_A[self._token_N]]
+        there_B, asked_B, held_B = (
+            np.bincount(everyone.row_T[at], minlength=num_rows) for at in (wanted_A >= 0, asks_A, held)
+        )
+        share_B = np.where(2 * asked_B >= len(asking), held_B / np.maximum(there_B, 1), 0.0)
         share_B[own] = 0.0
-        order = np.lexsort((np.arange(num_rows), -held_B, -share_B))[:MAX_SWAPS]
-        return tuple(int(row) for row in order if share_B[row] >= MIN_HELD)
+        surprise_B = np.bincount(everyone.row_T[held], weights=self._surprise_A[held], minlength=num_rows)
+        candidates = np.flatnonzero(share_B >= MIN_HELD)
+        order = np.lexsort((candidates, -surprise_B[candidates]))[:MAX_SWAPS]
+        return tuple(candidates[order].tolist())
+
+    @cached_property
+    def _token_N(self) -> Ints:
+        return row_index(self.tokens.kept_offsets_T1)
+
+    @cached_property
+    def _surprise_A(self) -> Floats:
+        """-log of the chance that a set of this size holds a given id."""
+        ids_N = self.tokens.kept_ids_N
+        surprise_A: Floats = np.log((ids_N.max(initial=0) + 1.0) / np.maximum(self.tokens.kept_sizes_T, 1))
+        return surprise_A
 
 
 def token_chunks(tokens: Ints, vocab_size: int, max_elements: int) -> Iterator[Ints]:

@@ -4,6 +4,7 @@
     lengths, nulls, range, sorted, empty_set, member   what else looks wrong in a set that is not whole
     logprob                                            distribution (b disagrees with it)
     distribution                                       logprob_mismatch, unit_mean
+    logprob_mismatch                                   surprisal, unit_mean: both are made of b
     a named fault of b                                 every way in which b, or the set, disagrees with something
     mask_swapped                                       set_size, where the other response had a larger top_k
     draws                                              surprisal, the same thing seen by its mean
@@ -43,7 +44,7 @@ EXPLAINS: Mapping[Kind, frozenset[Kind]] = {
     Kind.MEMBER: frozenset({Kind.LENGTHS, Kind.LOGPROB, Kind.DISTRIBUTION, Kind.LOGPROB_MISMATCH, Kind.UNIT_MEAN}),
     Kind.LOGPROB: frozenset({Kind.DISTRIBUTION, Kind.LOGPROB_MISMATCH, Kind.UNIT_MEAN}),
     Kind.DISTRIBUTION: frozenset({Kind.LOGPROB_MISMATCH, Kind.UNIT_MEAN}),
-    Kind.LOGPROB_MISMATCH: frozenset({Kind.UNIT_MEAN}),
+    Kind.LOGPROB_MISMATCH: frozenset({Kind.SURPRISAL, Kind.UNIT_MEAN}),
     Kind.DRAWS: frozenset({Kind.SURPRISAL, Kind.UNIT_MEAN}),
     Kind.SURPRISAL: frozenset({Kind.UNIT_MEAN}),
     Kind.STALENESS: frozenset({Kind.SUPPORT_DRIFT}),

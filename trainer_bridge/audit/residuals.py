@@ -7,8 +7,8 @@ explanation if enough of its compared tokens are off by more than float32 paths 
 its residual, and what an explanation has to beat. Penalties, for one, change only tokens whose sets hold seen ids: the
 median over all tokens would not see them.
 
-With fewer such tokens a response decides nothing. If one of them contradicts the record itself (outside its set, or b
-not 0 over one id) an explanation is tried all the same, so that it may join a fault that is named elsewhere.
+With fewer such tokens a response decides nothing, and an explanation is tried all the same: it may join a fault that is
+named elsewhere. A fault that reaches few tokens of a response is there as it is in the others.
 
 Legend: T sampled tokens of a batch, B responses, A affected tokens of one response.
 """
@@ -64,12 +64,9 @@ def affected_responses(tokens: SampledTokens, residual_T: Floats, compared_T: Bo
     """Those that ask for an explanation, in the order of the batch."""
     num_rows = tokens.batch.num_responses
     off_T = compared_T & (residual_T > TOKEN_FLOOR)
-    number_B, compared_B, contradicts_B = (
-        np.bincount(tokens.row_T[of_T], minlength=num_rows)
-        for of_T in (off_T, compared_T, off_T & (np.isinf(residual_T) | (tokens.kept_sizes_T == 1)))
-    )
+    number_B, compared_B = (np.bincount(tokens.row_T[of_T], minlength=num_rows) for of_T in (off_T, compared_T))
     enough_B = (number_B >= MIN_AFFECTED) & (number_B >= MIN_SHARE * compared_B)
-    rows = np.flatnonzero(enough_B | (contradicts_B > 0))
+    rows = np.flatnonzero(number_B > 0)
     bounds = np.searchsorted(tokens.row_T, [rows, rows + 1])
     found = []
     for row, begin, end in zip(rows.tolist(), *bounds.tolist(), strict=True):

@@ -144,6 +144,36 @@ class World:
             )
         return replace(self, responses=responses)
 
+    def with_distributions(self) -> World:
+        """The whole kept distribution of each token recorded, as the oracle has it."""
+        return replace(
+            self,
+            responses=[
+                replace(response, kept_logprobs=np.concatenate(self.distributions(row)))
+                for row, response in enumerate(self.responses)
+            ],
+        )
+
+    def with_entropies(self) -> World:
+        """H and Var(log p) of each token recorded."""
+        responses = []
+        for row, response in enumerate(self.responses):
+            logp = self.distributions(row)
+            entropy = np.array([-np.sum(np.exp(p) * p) for p in logp])
+            var = np.array([np.sum(np.exp(p) * (p + h) ** 2) for p, h in zip(logp, entropy, strict=True)])
+            responses.append(replace(response, kept_entropy=entropy, kept_logprob_var=var))
+        return replace(self, responses=responses)
+
+    def distributions(self, row: int) -> list[np.ndarray]:
+        """log p over the recorded set of each token of a response."""
+        response, found = self.responses[row], []
+        for at, members in enumerate(sets_of(response)):
+            seen = self.position(row, at)
+            z = reference.process(seen.logits_V, list(seen.prompt_ids), list(seen.response_ids), response.params)
+            tempered = z[members] / response.params.temperature
+            found.append(tempered - np.logaddexp.reduce(tempered))
+        return found
+
     def with_versions(self, version: int) -> World:
         return replace(
             self, responses=[replace(r, policy_versions=np.full(len(r.token_ids), version)) for r in self.responses]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from keptset.schemas.findings import FindingKind
+from keptset.schemas.sampling_params import SamplingParams
 from keptset.trainer_bridge.audit.check import Outcome
 from keptset.trainer_bridge.audit.checks.explanations import TEST, Explanations
 from keptset.trainer_bridge.audit.explained import Fit, FitCounts, bin_of, decide
@@ -19,6 +20,8 @@ from keptset.trainer_bridge.audit.options import AuditOptions
 from keptset.trainer_bridge.audit.token_scores import ModelScorer
 
 HONEST = 98
+RARELY_BIASED = (SamplingParams(temperature=0.8, top_k=6, logit_bias={3: -1.0}),)
+"""Few of whose sets hold the id that has a bias."""
 
 
 def counted(scored: Any, world: Any, models: Any = None) -> Explanations:
@@ -120,6 +123,33 @@ def test_a_fault_is_named_beside_a_path_that_differs_as_bfloat16_does(
     check = counted(scored, noisy(scored.draw(4, 40), 0.04))
     check.merge(counted(scored, replace(faulty, responses=[faulty.responses[row] for row in rows])))
     assert standing(check.outcome()) == [kind]
+
+
+def test_a_response_in_which_a_fault_reaches_few_tokens_joins_it(scored: Any) -> None:
+    world = scored.draw(21, 16, RARELY_BIASED)
+    faulty = scored.plant(world, FindingKind.PROCESSORS_MISSING, range(16))
+    reached = [
+        int((np.abs(ours.behavior_logprobs - theirs.behavior_logprobs) > 1e-3).sum())
+        for ours, theirs in zip(faulty.responses, world.responses, strict=True)
+    ]
+    assert {1, 2} & set(reached) and max(reached) >= 3
+    (found,) = counted(scored, faulty).outcome().evidence
+    assert (found.kind, found.responses) == (FindingKind.PROCESSORS_MISSING, np.count_nonzero(reached))
+    assert found.count == sum(reached)
+
+
+def test_a_response_with_one_token_off_by_something_else_joins_no_fault(scored: Any, clean: Any) -> None:
+    faulty = scored.plant(clean, FindingKind.FULL_VOCABULARY, [3, 7])
+    off = np.abs(
+        scored.plant(clean, FindingKind.FULL_VOCABULARY, [8]).responses[8].behavior_logprobs
+        - clean.responses[8].behavior_logprobs
+    )
+    at_most = int(np.argmax(off))
+    other = faulty.with_b(
+        [8], lambda row, at: float(clean.responses[row].behavior_logprobs[at]) - (at == at_most) * 0.6 * float(off[at])
+    )
+    (found,) = counted(scored, other).outcome().evidence
+    assert (found.kind, found.responses) == (FindingKind.FULL_VOCABULARY, 2)
 
 
 def test_a_b_that_nothing_explains_is_a_mismatch_where_others_are_right(

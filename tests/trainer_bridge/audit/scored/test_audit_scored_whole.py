@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from keptset.schemas.findings import FindingKind, Severity
+from keptset.schemas.sampling_params import SamplingParams
 from keptset.schemas.storage.spool import SpoolWriter
 from keptset.trainer_bridge.audit import AuditOptions, AuditReport, audit
 from keptset.trainer_bridge.audit.explanations import EXPLANATIONS
@@ -85,6 +87,48 @@ def test_a_swap_with_a_response_of_a_larger_top_k_is_one_finding(scored: Any, wo
     report = report_of(tmp_path / "spool", swapped, Opened(scored, {0: world.model}))
     assert loud(report) == [FindingKind.MASK_SWAPPED]
     assert FindingKind.SET_SIZE in {symptom.kind for symptom in report.findings[0].symptoms}
+
+
+def test_a_swap_with_a_shorter_response_is_one_finding_in_both(scored: Any, world: Any, tmp_path: Path) -> None:
+    short, whole, length = 5, 9, 8
+    sets = {row: scored.sets_of(world.responses[row]) for row in (short, whole)}
+    swapped = world.with_sets([whole], lambda row: sets[short][:length] + sets[whole][length:])
+    swapped = swapped.with_sets([short], lambda row: sets[whole])
+    cut = {"token_ids", "behavior_logprobs", "log_kept_mass", "policy_versions"}
+    of_short = swapped.responses[short]
+    swapped.responses[short] = replace(
+        of_short,
+        **{name: getattr(of_short, name)[:length] for name in cut},
+        kept_offsets=of_short.kept_offsets[: length + 1],
+        kept_ids=of_short.kept_ids[: of_short.kept_offsets[length]],
+    )
+    (found,) = report_of(tmp_path / "spool", swapped, Opened(scored, {0: world.model})).findings
+    assert (found.kind, found.responses) == (FindingKind.MASK_SWAPPED, 2)
+
+
+def test_a_fault_that_reaches_few_tokens_of_a_response_leaves_no_finding_of_its_own(
+    scored: Any, tmp_path: Path
+) -> None:
+    """There validation sees that b disagrees with the recorded distribution."""
+    settings = (SamplingParams(temperature=0.8, top_k=6, logit_bias={3: -1.0}),)  # few of whose sets hold id 3
+    world = scored.draw(21, 16, settings)
+    faulty = scored.plant(world, FindingKind.PROCESSORS_MISSING, range(16)).with_distributions()
+    report = report_of(tmp_path / "spool", faulty, Opened(scored, {0: world.model}))
+    assert loud(report) == [FindingKind.PROCESSORS_MISSING]
+    (symptom,) = report.findings[0].symptoms
+    assert (symptom.kind, symptom.responses) == (FindingKind.DISTRIBUTION, report.findings[0].responses)
+
+
+def test_a_mismatch_explains_that_tokens_are_more_or_less_probable_than_recorded(
+    scored: Any, world: Any, tmp_path: Path
+) -> None:
+    """Both are made of b."""
+    base_10 = world.with_b(
+        range(ROWS), lambda row, at: float(world.responses[row].behavior_logprobs[at]) / math.log(10)
+    ).with_entropies()
+    report = report_of(tmp_path / "spool", base_10, Opened(scored, {0: world.model}))
+    assert loud(report) == [FindingKind.LOGPROB_MISMATCH]
+    assert FindingKind.SURPRISAL in {symptom.kind for symptom in report.findings[0].symptoms}
 
 
 def test_recorded_scores_need_no_model(scored: Any, world: Any, tmp_path: Path) -> None:
