@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from keptset.schemas.adapters import Adapted, Stated, adapt_files, adapter_for, fastdeploy, from_fastdeploy
+from keptset.schemas.adapters import Adapted, Stated, adapt_files, adapter_for, fastdeploy_streams, from_fastdeploy
+from keptset.schemas.adapters.base import Place, Tree
 from keptset.schemas.columns import Identity
 from keptset.schemas.errors import SchemaError
 
@@ -99,10 +100,94 @@ def test_a_piece_of_another_layout_spoils_its_stream_alone(adapt: Adapt, pieces:
     assert result.rejected[0].record == bad[2]
 
 
-def test_a_stream_cut_off_keeps_what_came_and_has_no_finish_reason(adapt: Adapt, pieces: list[Any]) -> None:
-    batch = adapt("fastdeploy", *pieces[:3]).require()
-    assert batch.column("token_ids").to_pylist() == [[11, 10]]
-    assert batch.column("finish_reason").to_pylist() == ["unknown"]
+def test_a_stream_cut_off_is_rejected_with_what_came(adapt: Adapt, pieces: list[Any]) -> None:
+    result = adapt("fastdeploy", *pieces[:3], *under("whole", pieces))
+    assert result.batch.rollout_ids == ["whole/0"]
+    (rejected,) = result.rejected
+    assert rejected.error == "the stream has no finish reason: it was cut off, or its last piece is missing"
+    assert isinstance(rejected.record, dict)
+    assert rejected.record["choices"][0]["message"]["completion_token_ids"] == [11, 10]
+    with_usage = adapt("fastdeploy", *pieces[:3], pieces[-1]).rejected
+    assert [one.error for one in with_usage] == ["the stream holds 2 tokens, its usage says 4: pieces are missing"]
+
+
+def test_tokens_after_the_finish_reason_spoil_the_stream(adapt: Adapt, pieces: list[Any]) -> None:
+    pieces[2]["choices"][0]["finish_reason"] = "stop"
+    result = adapt("fastdeploy", *pieces, *under("good", pieces[:1] + pieces[3:-1]))
+    assert result.batch.rollout_ids == ["good/0"]
+    errors = [str(one.error) for one in result.rejected]
+    assert errors[0].endswith("completion_token_ids is a list of 1; expected no token after the finish reason")
+    assert errors[-1].startswith("a piece of the stream does not fit")
+
+
+@pytest.mark.parametrize("part", ["sampling_mask", "content"])
+def test_a_mask_that_stands_with_the_tokens_of_another_piece_spoils_the_stream(
+    adapt: Adapt, pieces: list[Any], part: str
+) -> None:
+    one, two = (pieces[n]["choices"][0] for n in (1, 2))
+    if part == "content":
+        one, two = one["logprobs"], two["logprobs"]
+    one[part], two[part] = [*one[part], *two[part]], []
+    result = adapt("fastdeploy", *pieces)
+    assert len(result.batch) == 0
+    assert f"{part} is a list of 2; expected one entry for each of this piece's 1 ids" in str(result.rejected[0].error)
+
+
+def test_usage_in_every_piece_does_not_end_a_stream_before_its_other_choices_begin(
+    adapt: Adapt, pieces: list[Any]
+) -> None:
+    first, second = under("a", pieces[:-1]), under("a", pieces[:-1], index=1)
+    for choice in (first, second):
+        for number, piece in enumerate(choice):
+            piece["usage"] = {"completion_tokens": number}
+    for end in ([], [{**first[-1], "choices": [], "usage": {"completion_tokens": 8}}]):
+        assert adapt("fastdeploy", *first, *second, *end).require().rollout_ids == ["a/0", "a/1"]
+    missing = adapt("fastdeploy", *first, *second[:2], *second[3:], *end)
+    assert [str(one.error).split(",")[0] for one in missing.rejected] == ["the stream holds 7 tokens"]
+    alone = adapt("fastdeploy", *first[:2], *first[3:])
+    assert [str(one.error).split(",")[0] for one in alone.rejected] == ["the stream holds 3 tokens"]
+
+
+def test_streams_whose_clients_went_away_are_held_in_bounded_number(
+    pieces: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fastdeploy_streams, "MAX_SILENCE", 10)
+    streams = fastdeploy_streams.Streams()
+    given: list[Any] = []
+
+    def add(piece: dict[str, Any]) -> None:
+        place = Place(text="", file="", number=0)
+        given.extend(streams.add(Tree(value=piece, place=place, size=7)))
+        assert len(streams._under_way) <= 6
+
+    for number in range(20):
+        for piece in under(f"s{number}", pieces[:2]):
+            add(piece)
+    assert [tree.value["id"] for tree in given] == [f"s{number}" for number in range(len(given))]
+    assert len(given) >= 14
+    assert {(str(tree.error).split(":")[0], tree.size) for tree in given} == {("the stream has no finish reason", 14)}
+    given.clear()
+    add(under("s0", pieces)[2])
+    assert "stream s0 was taken for ended long before this piece" in str(given[0].error)
+
+
+def test_a_usage_that_comes_late_is_held_against_what_was_taken(
+    pieces: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fastdeploy_streams, "MAX_HELD", 0)
+    streams = fastdeploy_streams.Streams()
+    place = Place(text="", file="", number=0)
+    for name, told in (("whole", pieces), ("short", pieces[:2] + pieces[3:])):
+        errors = [tree.error for piece in under(name, told) for tree in streams.add(Tree(value=piece, place=place))]
+        late = "stream short was taken with 3 tokens, its usage says 4: pieces are missing"
+        assert errors == ([None] if name == "whole" else [None, late])
+
+
+def test_a_stream_of_which_only_the_usage_is_left_is_not_lost_unseen(adapt: Adapt, pieces: list[Any]) -> None:
+    result = adapt("fastdeploy", *under("whole", pieces), pieces[-1])
+    assert [one.error for one in result.rejected] == ["the stream holds 0 tokens, its usage says 4: pieces are missing"]
+    silent = {**pieces[-1], "usage": None}
+    assert len(adapt("fastdeploy", *pieces, silent).require()) == 1
 
 
 def test_an_abort_before_any_token_is_a_response_without_tokens(adapt: Adapt, pieces: list[Any]) -> None:
@@ -116,14 +201,14 @@ def test_an_abort_before_any_token_is_a_response_without_tokens(adapt: Adapt, pi
 def test_streams_that_never_tell_their_usage_wait_in_bounded_number(
     tmp_path: Path, pieces: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fastdeploy, "MAX_HELD", 3)
-    streams = fastdeploy._Streams()
+    monkeypatch.setattr(fastdeploy_streams, "MAX_HELD", 3)
+    streams = fastdeploy_streams.Streams()
     given = []
     for number in range(10):
         for piece in under(f"s{number}", pieces[:-1]):
-            tree = fastdeploy.Tree(value=piece, place=fastdeploy.Place(text="", file="", number=0))
+            tree = Tree(value=piece, place=Place(text="", file="", number=0))
             given += [tree.value["id"] for tree in streams.add(tree)]
-            assert len(streams._streams) <= 4
+            assert len(streams._waiting) + len(streams._under_way) <= 4
     given += [tree.value["id"] for tree in streams.rest()]
     assert given == [f"s{number}" for number in range(10)]
 
@@ -137,8 +222,11 @@ def test_a_recorded_stream_may_stand_in_one_record_with_its_request(
     assert batch.column("top_k").to_pylist() == [8]
     with pytest.raises(SchemaError, match="response holds 2 replies; expected one reply or the pieces of one stream"):
         adapt("fastdeploy", {**tree, "response": [*pieces, *under("other", pieces)]})
-    with pytest.raises(SchemaError, match="pieces are missing"):
-        adapt("fastdeploy", {**tree, "response": pieces[:1] + pieces[2:]})
+    for lost, told in ((1, "pieces are missing"), (len(pieces) - 2, "pieces are missing")):
+        (rejected,) = adapt("fastdeploy", {**tree, "response": pieces[:lost] + pieces[lost + 1 :]}).rejected
+        assert told in str(rejected.error)
+        again = adapt("fastdeploy", json.loads(rejected.to_json())["record"]).rejected
+        assert [one.error for one in again] == [rejected.error]
 
 
 RAW = {"engine": {"flags": []}}
