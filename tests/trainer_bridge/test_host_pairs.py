@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from keptset.trainer_bridge import reference
 from keptset.trainer_bridge.scoring import Head, host_pairs, score_from_hidden
-from keptset.trainer_bridge.scoring.host_pairs import HostWork, dots, host_threads, weighted_rows
+from keptset.trainer_bridge.scoring.host_pairs import HostWork, add_weighted_rows, dots, host_threads, weighted_rows
 
 VOCAB = 300
 WIDE: dict[str, Any] = {"float32": np.float32, "float64": np.float64}
@@ -46,6 +46,10 @@ def check(
     assert z_M.dtype == got_RH.dtype == how.dtype
     np.testing.assert_allclose(z_M, np.sum(h[rows_M] * w[ids_M], axis=1), rtol=0, atol=atol)
     np.testing.assert_allclose(got_RH, expected_RH, rtol=0, atol=atol * max(1, np.sqrt(len(ids_M))))
+    before_RH = np.random.default_rng(seed + 1).normal(size=h.shape).astype(how.dtype)
+    sums_RH = before_RH.copy()
+    add_weighted_rows(sums_RH, table_VH, rows_M, ids_M, weight_M, how)
+    np.testing.assert_allclose(sums_RH, before_RH + expected_RH, rtol=0, atol=atol * max(1, np.sqrt(len(ids_M))))
     assert (got_RH[np.setdiff1d(np.arange(len(h)), rows_M)] == 0).all(), "a row without a pair has a gradient"
 
 

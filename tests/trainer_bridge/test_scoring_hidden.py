@@ -35,18 +35,18 @@ TIGHT = 1 << 16
 TOLERANCE = {"numpy": 1e-12, "paddle": 2e-5, "torch": 2e-5}
 
 
-def make_case(rng: np.random.Generator, tokens: int = TOKENS, vocab: int = VOCAB) -> dict[str, Any]:
-    """Sets from one id to the whole vocabulary, some listed and some marked `full`."""
-    full = np.arange(tokens) % 6 == 5
-    sizes = rng.integers(1, 12, tokens)
-    sizes[1], sizes[2], sizes[full] = 1, vocab, 0
-    sets = [np.sort(rng.choice(vocab, size, replace=False)) for size in sizes]
+def make_case(rng: np.random.Generator, *, full: bool = True) -> dict[str, Any]:
+    """Sets from one id to the whole vocabulary, all listed, or some of them marked `full`."""
+    full_T = (np.arange(TOKENS) % 6 == 5) & full
+    sizes = rng.integers(1, 12, TOKENS)
+    sizes[1], sizes[2], sizes[full_T] = 1, VOCAB, 0
+    sets = [np.sort(rng.choice(VOCAB, size, replace=False)) for size in sizes]
     return {
-        "token_ids_T": np.array([rng.choice(kept) if len(kept) else rng.integers(vocab) for kept in sets]),
+        "token_ids_T": np.array([rng.choice(kept) if len(kept) else rng.integers(VOCAB) for kept in sets]),
         "kept_offsets_T1": np.cumsum([0, *sizes]),
         "kept_ids_N": np.concatenate(sets).astype(np.int32),
-        "temperature_T": rng.uniform(0.3, 2, tokens),
-        "full_T": full,
+        "temperature_T": rng.uniform(0.3, 2, TOKENS),
+        "full_T": full_T,
     }
 
 
@@ -69,11 +69,12 @@ def oracle(logits: np.ndarray, case: dict[str, Any]) -> np.ndarray:
     )
 
 
+@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("scratch_bytes", [None, TIGHT])
 def test_scores_agree_with_the_oracle_on_the_dense_logits(
-    anywhere: Any, rng: np.random.Generator, scratch_bytes: int | None
+    anywhere: Any, rng: np.random.Generator, scratch_bytes: int | None, full: bool
 ) -> None:
-    case, hidden, (weight, bias) = make_case(rng), rng.normal(size=(TOKENS, HIDDEN)), make_head(rng)
+    case, hidden, (weight, bias) = make_case(rng, full=full), rng.normal(size=(TOKENS, HIDDEN)), make_head(rng)
     head = Head(weight_VH=anywhere.tensor(weight), bias_V=anywhere.tensor(bias))
     scores = score_from_hidden(anywhere.tensor(hidden), head, **case, scratch_bytes=scratch_bytes)
     expected = oracle(hidden @ weight.T + bias, case)

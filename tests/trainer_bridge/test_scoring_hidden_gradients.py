@@ -24,10 +24,10 @@ TOKENS, VOCAB, HIDDEN = 24, 50, 8
 TIGHT = 1 << 16
 
 
-@pytest.fixture
-def case(rng: np.random.Generator) -> dict[str, Any]:
-    """Sets from one id to the whole vocabulary, some listed and some marked `full`."""
-    full = np.arange(TOKENS) % 6 == 5
+@pytest.fixture(params=["listed", "listed and full"])
+def case(request: Any, rng: np.random.Generator) -> dict[str, Any]:
+    """Sets from one id to the whole vocabulary: all listed, which NumPy scores on a host, or some marked `full`."""
+    full = (np.arange(TOKENS) % 6 == 5) & (request.param != "listed")
     sizes = rng.integers(1, 12, TOKENS)
     sizes[1], sizes[2], sizes[full] = 1, VOCAB, 0
     sets = [np.sort(rng.choice(VOCAB, size, replace=False)) for size in sizes]
@@ -193,7 +193,7 @@ def test_gradients_pass_through_replayed_processors(
     ids = [np.sort(rng.choice(VOCAB, 3, replace=False)) for _ in np.flatnonzero(case["full_T"])]
     patch = Patch(
         offsets_T1=np.cumsum([0, *counts]),
-        ids_N=np.concatenate(ids),
+        ids_N=np.concatenate([np.zeros(0, np.int64), *ids]),
         replay_N=Replay(divisor_N=rng.uniform(0.5, 2, counts.sum()), shift_N=rng.normal(size=counts.sum())),
     )
     hidden, weight, _ = leaves(trainer, arrays, "float64")

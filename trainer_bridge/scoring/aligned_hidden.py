@@ -13,8 +13,9 @@ from keptset.trainer_bridge.scoring.from_hidden import check_scratch
 from keptset.trainer_bridge.scoring.hand import Tensor
 from keptset.trainer_bridge.scoring.head import Head, check_head
 from keptset.trainer_bridge.scoring.head_gradient import HeadGradient
+from keptset.trainer_bridge.scoring.hidden_pass import HiddenJob
 from keptset.trainer_bridge.scoring.run import Job, Scores
-from keptset.trainer_bridge.scoring.run_hidden import HiddenJob, run_hidden
+from keptset.trainer_bridge.scoring.run_hidden import run_hidden
 from keptset.trainer_bridge.violations import OnViolation
 
 

@@ -21,9 +21,10 @@ from keptset.trainer_bridge.scoring.from_logits import check_rows
 from keptset.trainer_bridge.scoring.hand import Tensor
 from keptset.trainer_bridge.scoring.head import Head, check_head
 from keptset.trainer_bridge.scoring.head_gradient import HeadGradient
+from keptset.trainer_bridge.scoring.hidden_pass import HiddenJob
 from keptset.trainer_bridge.scoring.plan import plan_full_vocabulary, plan_scores, plan_share
 from keptset.trainer_bridge.scoring.run import Job, Scores
-from keptset.trainer_bridge.scoring.run_hidden import HiddenJob, run_hidden
+from keptset.trainer_bridge.scoring.run_hidden import run_hidden
 from keptset.trainer_bridge.violations import Locate, OnViolation, locate_by_index
 
 MIN_SCRATCH_BYTES = 1 << 16

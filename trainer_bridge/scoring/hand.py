@@ -72,6 +72,9 @@ class Hand(Protocol):
 
     def log(self, values: Tensor) -> Tensor: ...
 
+    def magnitude(self, values: Tensor) -> Tensor:
+        """|x| of each."""
+
     def is_zero(self, values: Tensor) -> Tensor:
         """Where a value is exactly 0, of either sign; NaN is not."""
 

@@ -28,6 +28,8 @@ class GradientRows:
     weight_UH: Tensor | None
     """None where no gradient of the weight is asked for; likewise the bias."""
     bias_U: Tensor | None
+    fresh: bool
+    """Whether they hold nothing but zeros so far."""
 
     def places(self, ids_M: Ints) -> Ints:
         """Where in the buffers these rows of the head are; all of them are there."""
@@ -36,6 +38,9 @@ class GradientRows:
 
 class HeadGradient(Protocol):
     """Takes part in `score_from_hidden(..., head_gradient=...)`."""
+
+    def buffers(self) -> tuple[Tensor, ...]:
+        """Those that it holds before any pass."""
 
     def check(self, hand: HeadHand, head: Head) -> None:
         """InvalidInput where it cannot take this head's gradient."""
@@ -55,6 +60,9 @@ class DenseHeadGradient:
         self.weight_VH = weight_VH
         self.bias_V = bias_V
 
+    def buffers(self) -> tuple[Tensor, ...]:
+        return (self.weight_VH,) if self.bias_V is None else (self.weight_VH, self.bias_V)
+
     def check(self, hand: HeadHand, head: Head) -> None:
         """InvalidInput where a buffer is missing, left over, or of another shape or dtype."""
         for name, buffer, of in (("weight", self.weight_VH, head.weight_VH), ("bias", self.bias_V, head.bias_V)):
@@ -72,7 +80,7 @@ class DenseHeadGradient:
                 )
 
     def rows(self, hand: HeadHand, head: Head, ids_M: Ints | None) -> GradientRows:
-        return GradientRows(ids_U=None, weight_UH=self.weight_VH, bias_U=self.bias_V)
+        return GradientRows(ids_U=None, weight_UH=self.weight_VH, bias_U=self.bias_V, fresh=False)
 
 
 class RowSparseHeadGradient:
@@ -84,6 +92,9 @@ class RowSparseHeadGradient:
     def __init__(self) -> None:
         self._passes: list[GradientRows] = []
 
+    def buffers(self) -> tuple[Tensor, ...]:
+        return ()
+
     def check(self, hand: HeadHand, head: Head) -> None:
         """Any head will do."""
 
@@ -94,6 +105,7 @@ class RowSparseHeadGradient:
             ids_U=ids_U,
             weight_UH=hand.zeros([len(ids_U), hidden_size]),
             bias_U=None if head.bias_V is None else hand.zeros([len(ids_U)]),
+            fresh=True,
         )
         self._passes.append(rows)
         return rows
@@ -127,4 +139,4 @@ def _sum(passes: list[GradientRows]) -> GradientRows:
         hand.add_rows(weight_UH, at, None, one.weight_UH)
         if bias_U is not None:
             hand.add_rows(bias_U, at, None, one.bias_U)
-    return GradientRows(ids_U=ids_U, weight_UH=weight_UH, bias_U=bias_U)
+    return GradientRows(ids_U=ids_U, weight_UH=weight_UH, bias_U=bias_U, fresh=False)

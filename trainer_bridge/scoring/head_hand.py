@@ -44,8 +44,11 @@ class HeadHand(Hand, Protocol):
         """The tables' own memory, to be read; None on a device, in a dtype that NumPy lacks (bfloat16), or where the
         framework itself is as fast."""
 
+    def host_memory(self, table: Tensor) -> NDArray[np.floating] | None:
+        """The table's own memory, to be written; None as in `host_arrays`."""
+
     def adopt(self, values: NDArray[np.floating]) -> Tensor:
-        """A tensor of an array in the working dtype, which no one else holds; may share its memory."""
+        """A tensor of an array that no one else holds; may share its memory."""
 
     def rows_at(self, table_XH: Tensor, index_C: Tensor) -> Tensor:
         """Rows of a table, a copy in the working dtype. Without gradient."""

@@ -123,25 +123,39 @@ def dots(hidden_RH: Array, table_VH: Array, rows_M: Ints, ids_M: Ints, how: Host
 
 def weighted_rows(table_VH: Array, rows_M: Ints, ids_M: Ints, weight_M: Array, num_rows: int, how: HostWork) -> Array:
     """G [R, H] of M >= 1 pairs, exactly 0 for rows without one. Equal `rows_M` stand together; ids lie in [0, V)."""
+    sums_RH = np.zeros((num_rows, table_VH.shape[1]), how.dtype)
+    add_weighted_rows(sums_RH, table_VH, rows_M, ids_M, weight_M, how, fresh=True)
+    return sums_RH
+
+
+def add_weighted_rows(
+    sums_RH: Array, table_VH: Array, rows_M: Ints, ids_M: Ints, weight_M: Array, how: HostWork, *, fresh: bool = False
+) -> None:
+    """Add G into `sums_RH`, in the dtype of the work. Where that is `fresh`, all zeros, it need not be read first."""
     threads, most = how.within(table_VH)
     pieces = _Pieces(rows_M, most)
     ids_S, weight_S = ids_M[pieces.pairs_S], weight_M[pieces.pairs_S].astype(how.dtype, copy=False)
-    sums_RH = np.zeros((num_rows, table_VH.shape[1]), how.dtype)
 
     def sums_BH(batch: _Batch) -> Array:
         num, size = batch.shape
-        table_BKH = _read(table_VH, ids_S[batch.pairs], how).reshape(num, size, -1)
-        return np.asarray(np.matmul(weight_S[batch.pairs].reshape(num, 1, size), table_BKH)[:, 0])
+        table_MH, weight_M = _read(table_VH, ids_S[batch.pairs], how), weight_S[batch.pairs]
+        if size == 1:  # which a batched product takes several times as long for
+            np.multiply(table_MH, weight_M[:, None], out=table_MH)
+            return table_MH
+        table_BKH = table_MH.reshape(num, size, -1)
+        return np.asarray(np.matmul(weight_M.reshape(num, 1, size), table_BKH)[:, 0])
 
-    def work(batch: _Batch) -> None:
+    def put(batch: _Batch) -> None:
         sums_RH[pieces.rows_P[batch.pieces]] = sums_BH(batch)
 
     def add(batch: _Batch) -> None:
+        sums_RH[pieces.rows_P[batch.pieces]] += sums_BH(batch)
+
+    def add_again(batch: _Batch) -> None:
         np.add.at(sums_RH, pieces.rows_P[batch.pieces], sums_BH(batch))
 
-    _on_threads(work, pieces.batches(first=True), threads)
-    _on_threads(add, pieces.batches(first=False), 1)
-    return sums_RH
+    _on_threads(put if fresh else add, pieces.batches(first=True), threads)
+    _on_threads(add_again, pieces.batches(first=False), 1)
 
 
 def _read(table: Array, index: Ints, how: HostWork) -> Array:

@@ -18,7 +18,7 @@ import numpy as np
 from keptset.trainer_bridge.scoring.hand import Ints, Tensor
 from keptset.trainer_bridge.scoring.head import Head
 from keptset.trainer_bridge.scoring.head_hand import HeadHand
-from keptset.trainer_bridge.scoring.host_pairs import HostWork, dots, weighted_rows
+from keptset.trainer_bridge.scoring.host_pairs import HostWork, add_weighted_rows, dots, weighted_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def pair_logits(hand: HeadHand, hidden_RH: Tensor, head: Head, pairs: Pairs, scr
     ids_M = hand.ints(pairs.ids_M)
     if arrays is not None:
         states_RH, weight_VH = arrays
-        z_M = hand.adopt(dots(states_RH, weight_VH, pairs.rows_M, pairs.ids_M, _on_host(hand, scratch_bytes)))
+        z_M = hand.floats(dots(states_RH, weight_VH, pairs.rows_M, pairs.ids_M, _on_host(hand, scratch_bytes)))
     else:
         rows_M = hand.ints(pairs.rows_M)
         z_M = hand.concatenate(
@@ -89,8 +89,18 @@ def add_weight_gradient(
     gradient_M: Tensor,
     gradient_UH: Tensor,
     scratch_bytes: int,
+    *,
+    fresh: bool,
 ) -> None:
-    """Add what the pairs' logits pass on into rows `places_M` of the gradient of the weight."""
+    """Add what the pairs' logits pass on into rows `places_M` of the gradient of the weight.
+
+    `fresh`: it holds nothing but zeros so far."""
+    arrays, into_UH = hand.host_arrays(hidden_RH), hand.host_memory(gradient_UH)
+    if arrays is not None and into_UH is not None and len(pairs.ids_M):
+        how, order = _on_host(hand, scratch_bytes), np.argsort(places_M, kind="stable")
+        d_M = hand.to_host(gradient_M)[order]
+        add_weighted_rows(into_UH, arrays[0], places_M[order], pairs.rows_M[order], d_M, how, fresh=fresh)
+        return
     rows_M, at_M = hand.ints(pairs.rows_M), hand.ints(places_M)
     for chunk in _chunks(hand, len(pairs.rows_M), int(hidden_RH.shape[1]), scratch_bytes):
         hidden_CH = hand.rows_at(hidden_RH, rows_M[chunk])

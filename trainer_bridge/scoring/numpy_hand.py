@@ -73,6 +73,9 @@ class NumpyHand:
     def log(self, values: Array) -> Array:
         return np.log(values)
 
+    def magnitude(self, values: Array) -> Array:
+        return np.abs(values)
+
     def is_zero(self, values: Array) -> NDArray[np.bool_]:
         zero: NDArray[np.bool_] = values == 0
         return zero

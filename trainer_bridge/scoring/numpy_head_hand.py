@@ -1,4 +1,4 @@
-"""NumPy: scoring from hidden states in float64, without gradient."""
+"""NumPy: scoring from hidden states, without gradient; for other frameworks too, in their tensors' own memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,17 @@ class NumpyHeadHand(NumpyHand):
 
     cache_bytes = 4 << 20
     scratch_bytes = 8 << 20
-    item_bytes = 8
-    working_dtype = np.float64
+
+    def __init__(
+        self, hidden_RH: NDArray[np.floating], working_dtype: type[np.float32] | type[np.float64] = np.float64
+    ) -> None:
+        """`working_dtype`: of sums over the hidden size and of gradients; what there is of a kept id is in float64."""
+        super().__init__(hidden_RH)
+        self.working_dtype = working_dtype
+
+    @property
+    def item_bytes(self) -> int:
+        return np.dtype(self.working_dtype).itemsize
 
     @property
     def threads(self) -> int:
@@ -29,8 +38,11 @@ class NumpyHeadHand(NumpyHand):
     def host_arrays(self, *tables: NDArray[np.floating]) -> tuple[NDArray[np.floating], ...]:
         return tables
 
-    def adopt(self, values: NDArray[np.floating]) -> Array:
-        return np.asarray(values, np.float64)
+    def host_memory(self, table: NDArray[np.floating]) -> NDArray[np.floating]:
+        return table
+
+    def adopt(self, values: NDArray[np.floating]) -> NDArray[np.floating]:
+        return values
 
     def rows_at(self, table_XH: NDArray[np.floating], index_C: Ints) -> Array:
         return table_XH[index_C].astype(np.float64)
@@ -46,8 +58,8 @@ class NumpyHeadHand(NumpyHand):
     ) -> Array:
         return np.asarray((left.T if transpose_left else left) @ (right.T if transpose_right else right))
 
-    def zeros(self, shape: list[int]) -> Array:
-        return np.zeros(shape)
+    def zeros(self, shape: list[int]) -> NDArray[np.floating]:
+        return np.zeros(shape, self.working_dtype)
 
     def add_rows(self, table_XH: Array, index_C: Ints, scale_C: Array | None, rows_CH: Array) -> None:
         np.add.at(table_XH, index_C, rows_CH if scale_C is None else (rows_CH.T * scale_C).T)

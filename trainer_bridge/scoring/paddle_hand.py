@@ -108,6 +108,9 @@ class PaddleHand:
     def log(self, values: Tensor) -> Tensor:
         return paddle.log(values)
 
+    def magnitude(self, values: Tensor) -> Tensor:
+        return values.abs()
+
     def is_zero(self, values: Tensor) -> Tensor:
         # Paddle 2.6 calls floats equal that lie within 1e-8, and gradients of a large batch are smaller than that.
         return paddle.logical_not(values.astype("bool"))

@@ -3,6 +3,7 @@ segment sums, sums over an axis and broadcasts by two to four times."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -25,14 +26,25 @@ class PaddleHeadHand(PaddleHand):
         self.scratch_bytes = 8 << 20 if self._on_host else 256 << 20
         self.item_bytes = 8 if self._dtype == paddle.float64 else 4
         self.working_dtype = np.float64 if self._dtype == paddle.float64 else np.float32
-        self.threads = host_threads()
-        self._ones_1H = self.zeros([1, int(hidden_RH.shape[-1])]) + 1.0
+        self._hidden_size = int(hidden_RH.shape[-1])
+
+    @property
+    def threads(self) -> int:
+        return host_threads()
+
+    @cached_property
+    def _ones_1H(self) -> Tensor:
+        return self.zeros([1, self._hidden_size]) + 1.0
 
     def host_arrays(self, *tables: Tensor) -> tuple[NDArray[np.floating], ...] | None:
         # Of a view, Paddle 2.6 hands out the memory without its strides.
         if not self._on_host or any(t.dtype == paddle.bfloat16 or not t.is_contiguous() for t in tables):
             return None
         return tuple(np.asarray(np.from_dlpack(_HostMemory(table.detach()))) for table in tables)
+
+    def host_memory(self, table: Tensor) -> NDArray[np.floating] | None:
+        arrays = self.host_arrays(table)
+        return None if arrays is None else np.asarray(_Writable(arrays[0]))
 
     def adopt(self, values: NDArray[np.floating]) -> Tensor:
         return paddle.utils.dlpack.from_dlpack(values.__dlpack__())
@@ -105,6 +117,15 @@ class _HostMemory:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 1, 0  # DLPack's number of the host
+
+
+class _Writable:
+    """An array that NumPy got to read: what it gets by DLPack counts as read-only, whoever owns it."""
+
+    def __init__(self, array: NDArray[np.floating]) -> None:
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
+        self._owner = array
 
 
 class _WithGradients(paddle.autograd.PyLayer):  # type: ignore[misc]

@@ -82,6 +82,9 @@ class TorchHand:
     def log(self, values: Tensor) -> Tensor:
         return torch.log(values)
 
+    def magnitude(self, values: Tensor) -> Tensor:
+        return values.abs()
+
     def is_zero(self, values: Tensor) -> Tensor:
         return values == 0
 

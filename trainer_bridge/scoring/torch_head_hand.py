@@ -28,6 +28,9 @@ class TorchHeadHand(TorchHand):
     def host_arrays(self, *tables: Tensor) -> tuple[NDArray[np.floating], ...] | None:
         return None  # its own reads use all threads, and are as fast
 
+    def host_memory(self, table: Tensor) -> NDArray[np.floating] | None:
+        return None
+
     def adopt(self, values: NDArray[np.floating]) -> Tensor:
         return torch.from_numpy(values)
 
