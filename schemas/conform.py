@@ -24,7 +24,7 @@ def conform(data: pa.RecordBatch | pa.Table) -> pa.RecordBatch:
     repeated = {name for name in names if names.count(name) > 1}
     if repeated:
         raise SchemaError(f"columns occur more than once: {', '.join(sorted(repeated))}")
-    columns = {name: _one_chunk(data.column(name)) for name in names}
+    columns = {name: one_chunk(name, data.column(name)) for name in names}
     arrays = []
     for column in COLUMNS:
         array = columns.pop(column.name, None)
@@ -48,15 +48,20 @@ def _check_words(name: str, array: pa.Array) -> None:
         raise SchemaError(f"row {row}, column {name}: {array[row].as_py()!r} is none of {', '.join(words(name))}")
 
 
-def _one_chunk(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+def one_chunk(name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """The column as one array. Errors: SchemaError where Arrow's 32-bit offsets cannot span it."""
     if not isinstance(column, pa.ChunkedArray):
         return column
     if column.num_chunks == 1:
         return column.chunk(0)
-    combined = column.combine_chunks()
+    too_large = f"column {name} is too large for one batch"
+    try:
+        combined = column.combine_chunks()
+    except pa.ArrowInvalid as error:
+        raise SchemaError(f"{too_large} ({error}); join fewer, or read a table batch by batch") from error
     if isinstance(combined, pa.ChunkedArray):
         if combined.num_chunks > 1:
-            raise SchemaError("the table is too large for one batch; read it batch by batch")
+            raise SchemaError(f"{too_large}; join fewer, or read a table batch by batch")
         combined = combined.chunk(0) if combined.num_chunks else pa.nulls(0, column.type)
     return combined
 

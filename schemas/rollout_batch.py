@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from keptset.schemas.columns import BY_NAME, Identity
-from keptset.schemas.conform import conform
+from keptset.schemas.conform import conform, one_chunk
 from keptset.schemas.errors import SchemaError
 from keptset.schemas.ragged import NestedRagged, Ragged
 
@@ -195,7 +195,7 @@ def concat_batches(batches: Sequence[RolloutBatch]) -> RolloutBatch:
     """Join batches of equal identity and equal columns.
 
     Errors: SchemaError naming what differs (Arrow itself would silently keep the first batch's metadata), or where
-    the joined lists would overflow Arrow's 32-bit offsets.
+    the joined lists or texts would overflow Arrow's 32-bit offsets.
     """
     if not batches:
         raise SchemaError("nothing to join: concat_batches needs at least one batch")
@@ -218,9 +218,12 @@ def concat_batches(batches: Sequence[RolloutBatch]) -> RolloutBatch:
         raise SchemaError(
             f"joined batch would hold {tokens} tokens and {kept} kept ids, more than {MAX_ITEMS}; join fewer"
         )
-    table = pa.Table.from_batches([batch.arrow for batch in batches]).combine_chunks()
-    joined = table.to_batches()
-    return RolloutBatch(joined[0] if joined else first.arrow.slice(0, 0), first.identity)
+    arrow = [batch.arrow for batch in batches]
+    columns = [
+        one_chunk(name, pa.chunked_array([batch.column(number) for batch in arrow]))
+        for number, name in enumerate(first.arrow.schema.names)
+    ]
+    return RolloutBatch(pa.RecordBatch.from_arrays(columns, schema=first.arrow.schema), first.identity)
 
 
 def _shown(value: bytes | None) -> str:

@@ -146,6 +146,42 @@ def test_batches_too_large_together_are_not_joined(batch_of: BatchOf, monkeypatc
         concat_batches([batch, batch])
 
 
+def of_a_gibibyte(kind: str) -> pa.Array:
+    """One value of 2^30 items, of memory that nothing touches."""
+    offsets = pa.py_buffer(np.array([0, 2**30], np.int32))
+    if kind == "text":
+        return pa.Array.from_buffers(pa.string(), 1, [None, offsets, pa.py_buffer(np.zeros(2**30, np.uint8))])
+    return pa.ListArray.from_buffers(pa.list_(pa.null()), 1, [None, offsets], children=[pa.nulls(2**30)])
+
+
+@pytest.mark.parametrize("kind", ["text", "lists"])
+def test_columns_beyond_the_reach_of_arrows_offsets_are_not_joined_and_lose_no_row(batch_of: BatchOf, kind) -> None:
+    arrow = batch_of(0, 1).arrow.append_column("x_large", of_a_gibibyte(kind))
+    batch = RolloutBatch.from_arrow(arrow)
+    assert len(concat_batches([batch])) == 1
+    with pytest.raises(SchemaError, match=r"column x_large is too large for one batch .*; join fewer"):
+        concat_batches([batch, batch, batch])
+    with pytest.raises(SchemaError, match="column x_large is too large for one batch"):
+        RolloutBatch.from_arrow(pa.Table.from_batches([arrow, arrow, arrow]))
+
+
+def test_own_columns_of_any_type_are_joined_row_by_row(batch_of: BatchOf) -> None:
+    columns = {
+        "x_word": (pa.array(["a", "b"]).dictionary_encode(), pa.array(["c", "a"]).dictionary_encode()),
+        "x_deep": (
+            pa.array([{"a": [1]}, None]),
+            pa.array([{"a": None}, {"a": []}], pa.struct({"a": pa.list_(pa.int64())})),
+        ),
+    }
+    batches = []
+    for side in (0, 1):
+        arrow = batch_of(2 * side, 2).arrow
+        for name, values in columns.items():
+            arrow = arrow.append_column(name, values[side])
+        batches.append(RolloutBatch.from_arrow(arrow))
+    assert rows_of(concat_batches(batches)) == [row for batch in batches for row in rows_of(batch)]
+
+
 def test_nothing_cannot_be_joined_and_empty_batches_can(batch_of: BatchOf) -> None:
     with pytest.raises(SchemaError, match="nothing to join"):
         concat_batches([])
