@@ -179,19 +179,18 @@ def support_columns(kept: KeptSets | None, num_tokens: int) -> dict[str, object]
     """The columns of `Response` that say what tokens were drawn from.
 
     No recorded sets: support is `absent`. A response without a token has no set to record, and `kept` is true of it.
+    A log-probability that the engine left out of a kept distribution stays NaN: its token does not sum to 1, which is
+    a finding.
     """
     if kept is None and num_tokens:
         return {"support": Support.ABSENT.value}
     if kept is None:
         kept = KeptSets(np.zeros(1, np.int64), np.zeros(0, np.int64))
-    logprobs_N = kept.logprobs_N
-    if logprobs_N is not None and np.isnan(logprobs_N).any():
-        logprobs_N = None  # a distribution with a hole in it is not one
     return {
         "support": Support.KEPT.value,
         "kept_offsets": kept.offsets_T1,
         "kept_ids": kept.ids_N,
-        "kept_logprobs": logprobs_N,
+        "kept_logprobs": kept.logprobs_N,
     }
 
 

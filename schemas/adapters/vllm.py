@@ -47,17 +47,19 @@ def from_vllm(
     params: object = None,
     stated: Stated | None = None,
     *,
+    prompt_token_ids: Sequence[Sequence[int]] | None = None,
     prompt_ids: Sequence[str] | None = None,
 ) -> Adapted:
     """What `LLM.generate(...)` returned, or parsed replies of the server.
 
     `params`: the `SamplingParams` of the call (vLLM's or keptset's, or a mapping of known settings); None: unknown.
+    `prompt_token_ids`: one list per output, where the server was not asked to return them.
     `prompt_ids`: the caller's, one per output; by default the engine's request ids, which an offline engine counts
     from 0 in each process: give `Stated(id_prefix=...)` then.
 
     Errors: SchemaError where `outputs` are something else.
     """
-    return adapt_live(Vllm(), outputs, params, stated, prompt_ids)
+    return adapt_live(Vllm(), outputs, params, stated, prompt_ids, prompt_token_ids)
 
 
 class Vllm(Adapter):
@@ -122,6 +124,8 @@ def _prompt_id(record: Record) -> str:
 
 def _prompt(record: Record) -> IntArray | None:
     given = record.tree.get("prompt_token_ids")
+    if given is None and record.prompt_token_ids is not None:
+        given = Node(record.prompt_token_ids, "prompt_token_ids")
     if given is None and record.request is not None:
         given = record.request.get("token_ids")
     return None if given is None else prompt_ids_of(ids(given))

@@ -152,11 +152,38 @@ def test_the_marker_for_a_missing_logprob_becomes_null_and_is_reported(adapt: Ad
     result = adapt("vllm", tree)
     assert [finding.kind.value for finding in result.rejected[0].findings] == ["nulls"]
     assert result.rejected[0].findings[0].examples[0].position == 1
-    tree["response"]["choices"][0]["sampling_mask_logprobs"] = [
-        [-9999.0, -0.1, -0.2], [-1.0] * 4, [0.0], [-0.5, -0.5]
-    ]  # fmt: skip
-    tree["response"]["choices"][0]["logprobs"]["content"][1]["logprob"] = -0.8
-    assert adapt("vllm", tree).require().column("kept_logprobs").to_pylist() == [None, None]
+
+
+@pytest.mark.parametrize("missing", [-9999.0, None])
+def test_a_kept_distribution_with_one_entry_missing_is_reported_and_not_left_out(
+    adapt: Adapt, example: Example, missing: float | None
+) -> None:
+    tree = example("vllm_good.json")
+    choice = tree["response"]["choices"][0]
+    choice["sampling_mask_logprobs"] = [[-np.log(len(row))] * len(row) for row in choice["sampling_mask"]]
+    choice["logprobs"]["content"] = [
+        {**entry, "logprob": row[0]}
+        for entry, row in zip(choice["logprobs"]["content"], choice["sampling_mask_logprobs"], strict=True)
+    ]
+    assert adapt("vllm", tree).require().column("kept_logprobs").is_null().to_pylist() == [False, True]
+    choice["sampling_mask_logprobs"][1][0] = missing  # of a token that was not sampled
+    (rejected,) = adapt("vllm", tree).rejected
+    (finding,) = rejected.findings
+    assert (finding.kind.value, [one.position for one in finding.examples]) == ("distribution", [1])
+
+
+def test_replies_that_do_not_repeat_their_prompt_take_it_from_the_caller(example: Example) -> None:
+    tree = example("vllm_good.json")
+    reply, prompt = tree["response"], tree["request"]["token_ids"]
+    del reply["prompt_token_ids"]
+    without = from_vllm([reply], PARAMS, STATED)
+    assert {finding.kind.value for one in without.rejected for finding in one.findings} == {"prompt"}
+    batch = from_vllm([reply, {**reply, "request_id": "b"}], PARAMS, STATED, prompt_token_ids=[prompt, [5]]).require()
+    assert batch.column("prompt_token_ids").to_pylist() == [prompt, prompt, [5], [5]]
+    reply["prompt_token_ids"] = prompt
+    assert from_vllm([reply], PARAMS, STATED, prompt_token_ids=[[5]]).require().prompt_token_ids[0].tolist() == prompt
+    with pytest.raises(InvalidInput, match="2 prompt_token_ids for 1 outputs; give one for each"):
+        from_vllm([reply], PARAMS, STATED, prompt_token_ids=[[5], [6]])
 
 
 @pytest.mark.parametrize("packed", [(0x3F800000 << 32) | 7, (0xBF800000 << 32) | 7, 24, -1])
