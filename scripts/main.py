@@ -18,13 +18,13 @@ from typer.core import TyperCommand, TyperGroup
 
 import keptset
 from keptset.schemas.errors import (
-    CheckpointError,
     InvalidInput,
     KeptsetError,
+    LogitsError,
     MissingDependency,
-    SchemaError,
+    RolloutError,
     ScoringRefused,
-    StorageError,
+    ViolationError,
 )
 from keptset.scripts.bench import BENCHES, LINE
 
@@ -57,22 +57,22 @@ COMMANDS = {
 """Subcommand -> (module, one line of help)."""
 
 FOUND, WRONG_USE, UNREADABLE = 1, 2, 3
-"""Exit codes beside 0: findings or rejected rows, wrong use, unreadable input."""
+"""Exit codes beside 0: findings or rejected rows, wrong use, unreadable input or work that broke off."""
 
 
 def exit_code(error: KeptsetError) -> int:
     """The exit code that says what kind of error ended the command.
 
-    >>> exit_code(InvalidInput("top_p is 0")), exit_code(StorageError("no spool here"))
+    1 is said of data that was looked at, and of nothing else: a gate takes it for a finding.
+
+    >>> exit_code(InvalidInput("top_p is 0")), exit_code(KeptsetError("a process ended early"))
     (2, 3)
     """
-    if isinstance(error, ScoringRefused):
+    if isinstance(error, ScoringRefused | ViolationError | RolloutError | LogitsError):
         return FOUND
     if isinstance(error, InvalidInput | MissingDependency):
         return WRONG_USE
-    if isinstance(error, CheckpointError | SchemaError | StorageError):
-        return UNREADABLE
-    return FOUND
+    return UNREADABLE
 
 
 class LazyCommand(TyperCommand):
@@ -119,6 +119,9 @@ def main() -> None:
     except KeptsetError as error:
         print(f"keptset: {error}", file=sys.stderr)
         sys.exit(exit_code(error))
+    except (OSError, MemoryError) as error:
+        print(f"keptset: it broke off: {str(error) or 'there is not enough memory'}", file=sys.stderr)
+        sys.exit(UNREADABLE)
 
 
 def _print_version(asked: bool) -> None:

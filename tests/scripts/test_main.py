@@ -21,6 +21,7 @@ EXIT_CODES = [
     (errors.ScoringRefused("no kept sets"), 1),
     (errors.ViolationError("one row is bad"), 1),
     (errors.RolloutError("3 prompts failed"), 1),
+    (errors.KeptsetError("a process ended before its work did"), 3),
 ]
 
 
@@ -89,6 +90,26 @@ def test_an_error_is_one_line_and_its_exit_code(
     subcommand.raises = error
     assert run(monkeypatch, "try") == code
     assert capsys.readouterr().err == f"keptset: {error}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(28, "No space left on device", "/full"), "[Errno 28] No space left on device: '/full'"),
+        (MemoryError(), "there is not enough memory"),
+    ],
+    ids=["disk", "memory"],
+)
+def test_what_the_machine_lacks_is_no_finding(
+    error: Exception,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    subcommand: types.SimpleNamespace,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    subcommand.raises = error
+    assert run(monkeypatch, "try") == 3
+    assert capsys.readouterr().err == f"keptset: it broke off: {told}\n"
 
 
 @pytest.mark.parametrize("name", main.COMMANDS)
