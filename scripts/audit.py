@@ -36,8 +36,11 @@ from keptset.trainer_bridge.audit.options import AuditOptions, BatchScorer, Prog
 from keptset.trainer_bridge.audit.recorded_logprobs import RecordedScorer
 from keptset.trainer_bridge.audit.report import AuditReport
 from keptset.trainer_bridge.audit.runner import audit
+from keptset.trainer_bridge.usable_cores import usable_cores
 
 FOUND, UNREADABLE, INTERRUPTED = 1, 3, 130
+_THREADS = "MKL_NUM_THREADS", "OMP_NUM_THREADS"
+"""What Paddle and torch ask for how many threads to take."""
 
 
 class FailOn(str, Enum):
@@ -142,7 +145,8 @@ def command(
         work=_work_folder(paths) if resume else None,
         scorer=_scorer(model or [], trainer_logprobs),
     )
-    report = _run(paths, options, ray)
+    with sharing_cores(workers if model and workers and ray is None else 1):
+        report = _run(paths, options, ray)
     report = _decoded(report, tokenizer, model or [])
     _put_out(report, as_json=as_json, json_file=json_file, html=html)
     code = exit_code(report, Severity(fail_on.value))
@@ -232,6 +236,22 @@ def _write_json(report: AuditReport | Comparison, *, as_json: bool, json_file: P
         write_page(json_file, text + "\n")
     if as_json:
         print(text)
+
+
+@contextmanager
+def sharing_cores(processes: int) -> Iterator[None]:
+    """What is started meanwhile computes on its part of the cores, unless the user said how many threads it has.
+
+    Models in several processes that each take all cores run many times slower than one.
+    """
+    threads = str(max(1, usable_cores() // processes))
+    ours = {name: threads for name in _THREADS if name not in os.environ and processes > 1}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
 
 
 @contextmanager

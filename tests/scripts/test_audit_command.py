@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ from keptset.schemas.storage.spool import SpoolWriter
 from keptset.scripts import audit as audit_command
 from keptset.scripts import main
 from keptset.trainer_bridge.audit.options import Progress
+from keptset.trainer_bridge.usable_cores import usable_cores
 
 Run = Callable[..., tuple[int, str, str]]
 RESPONSES, TOKENS, MEMBERS, VOCABULARY = 60, 40, 5, 50
@@ -321,6 +324,23 @@ def test_two_recordings_that_part_end_it_with_1(
     assert code == 1 and told(out)["matched"] == RESPONSES
     assert run(spool, "--against", other, "--trainer-logprobs", "x_l")[0] == 2
     assert run(spool, "--against", tmp_path / "nowhere")[0] == 3
+
+
+def test_processes_with_a_model_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")  # the user's own
+    names = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
+    with audit_command.sharing_cores(2):
+        asked = subprocess.run(
+            [sys.executable, "-c", "import os, sys; print(*map(os.environ.get, sys.argv[1:]))", *names],
+            capture_output=True,
+            check=True,
+            text=True,
+        )
+    assert asked.stdout.split() == [str(max(1, usable_cores() // 2)), "7"]
+    assert [os.environ.get(name) for name in names] == [None, "7"]
+    with audit_command.sharing_cores(1):
+        assert "MKL_NUM_THREADS" not in os.environ
 
 
 def test_the_severity_that_was_asked_for_decides(audit_report: Any) -> None:
