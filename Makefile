@@ -40,8 +40,10 @@ test-torch: $(READY_TORCH)  ## the trainer's half with torch and without Paddle,
 
 environments: $(READY_TEST) $(READY_GPU) $(READY_TORCH)  ## only set up .venv, .venv-gpu and .venv-torch
 
-soak: $(READY_TEST)  ## readers against 100,000 mutated inputs each, the spool against 200 kills; goes on where it was ended
+soak: $(READY_TEST)  ## readers against 100,000 mutated inputs each, the spool against 200 kills, the audit in full; goes on where it was ended
 	$(VENV)/bin/python tests/soak/soak.py $(ARGS)
+	$(VENV)/bin/keptset bench audit-power --out docs
+	$(VENV)/bin/python -m keptset.scripts.bench_audit_power_docs docs
 
 lint: $(READY_TEST)  ## formatting and lint
 	$(VENV)/bin/ruff format --check .
