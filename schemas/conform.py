@@ -1,4 +1,7 @@
-"""Arrow data as it comes, made to follow the schema: casts that lose nothing, refusals that name row and column."""
+"""Arrow data as it comes, made to follow the schema: casts that keep every value, refusals that name row and column.
+
+A float64 where the schema says float32 is rounded to that, which is the schema's precision and no loss of it.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,17 @@ def conform(data: pa.RecordBatch | pa.Table) -> pa.RecordBatch:
         if column.name in WORDS:
             _check_words(column.name, array)
         arrays.append(array)
-    extra = [pa.field(name, array.type) for name, array in columns.items()]
+    extra = [_own_field(data.schema.field(name), array) for name, array in columns.items()]
     return pa.RecordBatch.from_arrays([*arrays, *columns.values()], schema=arrow_schema(identity, extra))
+
+
+def _own_field(field: pa.Field, array: pa.Array) -> pa.Field:
+    """A caller's own field as its owner describes it, metadata (where an extension type may live) and all."""
+    if array.null_count and not field.nullable:
+        raise SchemaError(
+            f"column {field.name} holds {array.null_count} nulls and is declared not nullable; one is wrong"
+        )
+    return field.with_type(array.type)
 
 
 def _check_words(name: str, array: pa.Array) -> None:
@@ -135,6 +147,8 @@ def _overflowed(before: pa.Array, after: pa.Array) -> bool:
     """Whether a finite float64 became infinite in float32, which Arrow's safe cast lets pass."""
     while is_list_like(before.type):
         before, after = before.flatten(), after.flatten()
+    if pa.types.is_map(before.type):  # dense copies, or the values would be those of a slice's parent
+        before, after = (_dense(side, 0, len(side)).items for side in (before, after))
     if not pa.types.is_float64(before.type) or not pa.types.is_float32(after.type):
         return False
     return bool(pc.any(pc.and_(pc.is_finite(before), pc.invert(pc.is_finite(after)))).as_py())

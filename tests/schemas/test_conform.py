@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,13 @@ REFUSALS = [
     ("rollout_id", pa.array([b"a", b"b", b"c"]), "column rollout_id has type binary"),
     ("rollout_id", pa.array([1, 2, 3]).dictionary_encode(), "column rollout_id has type dictionary<"),
     ("logit_bias", pa.array([[(2**31, 1.0)], [], []], pa.map_(pa.int64(), FLOAT)), "row 0, column logit_bias"),
+    (
+        "logit_bias",
+        pa.array([[(1, -1e300)], None, [(1, 1e300), (2, 1.0)]], pa.map_(pa.int64(), pa.float64())).take(
+            pa.array([1, 2, 1])
+        ),
+        r"row 1, column logit_bias: \[\(1, 1e\+300\), \(2, 1\.0\)\] does not fit map<",
+    ),
     ("logit_bias", pa.array([{"1": 1.0}] * 3), "column logit_bias has type struct<"),
     ("support", pa.array(["kept", "Kept", "full"]), "row 1, column support: 'Kept' is none of kept, full, absent"),
     ("logprob_domain", pa.array(["kept", "kept", ""]), "row 2, column logprob_domain: '' is none of"),
@@ -168,6 +176,31 @@ def test_columns_may_come_in_any_order_and_those_unknown_are_carried_behind(base
     assert batch.arrow.schema.names == [column.name for column in COLUMNS] + ["x_note", "x_own"]
     assert batch.column("x_own").equals(extra)
     assert batch.arrow.select(base.schema.names).equals(base)
+
+
+def test_a_bias_beyond_float32_outside_the_slice_does_no_harm(base: pa.RecordBatch) -> None:
+    biases = pa.array([[(1, 1e300)], [(2, 0.5)], [(3, -math.inf)]], pa.map_(pa.int64(), pa.float64()))
+    data = with_column(base, "logit_bias", biases)
+    with pytest.raises(SchemaError, match="row 0, column logit_bias"):
+        RolloutBatch.from_arrow(data)
+    batch = RolloutBatch.from_arrow(data.slice(1))
+    assert batch.column("logit_bias").to_pylist() == [[(2, 0.5)], [(3, -math.inf)]]
+
+
+def test_a_number_with_more_digits_than_the_schema_keeps_is_rounded_to_float32(base: pa.RecordBatch) -> None:
+    batch = RolloutBatch.from_arrow(with_column(base, "behavior_logprobs", pa.array([[-0.1], [], []])))
+    assert batch.column("behavior_logprobs").to_pylist() == [[float(np.float32(-0.1))], [], []]
+
+
+def test_own_columns_keep_their_metadata_and_whether_they_may_be_null(base: pa.RecordBatch) -> None:
+    field = pa.field("x_own", pa.int64(), nullable=False, metadata={"unit": "s"})
+    own = pa.array([1, 2, 3])
+    for data in (base.append_column(field, own), pa.Table.from_batches([base.append_column(field, own)] * 2)):
+        found = RolloutBatch.from_arrow(data)
+        assert found.arrow.schema.field("x_own").equals(field, check_metadata=True)
+        assert found.slice(1).compact().arrow.schema.field("x_own").equals(field, check_metadata=True)
+    with pytest.raises(SchemaError, match="column x_own holds 1 nulls and is declared not nullable"):
+        RolloutBatch.from_arrow(base.append_column(field, pa.array([1, None, 3])))
 
 
 def test_a_column_that_occurs_twice_is_refused(base: pa.RecordBatch) -> None:
