@@ -4,8 +4,8 @@
 
 T = 0 is greedy: K is the lowest id among the largest logits. All sums are float64, with one exponential and one sum
 over the vocabulary per row. On wide rows this costs about twice what float32 would, and leaves no rounding to argue
-about where a filter's bound is near; everything else is done on the few ids near the top. On the host the rows of a
-batch are shared among as many threads as matrix products take.
+about where a filter's bound is near; everything else is done on the few ids near the top. On the host wide rows are
+shared among as many threads as matrix products take.
 
 Legend: B rows, V vocabulary, K kept ids of one row.
 """
@@ -27,8 +27,9 @@ from keptset.schemas.errors import InvalidInput
 from keptset.schemas.sampling_params import SamplingParams
 
 AddRow = Callable[[KeptSetsBuilder], None]
-_NUMBERS_PER_THREAD = 1 << 17
-"""Fewer logits are not worth another thread."""
+_WIDE = 1 << 17
+"""Ids of a row from which on rows are shared among threads: on narrower ones these wait for each other between
+operations longer than they save."""
 
 __all__ = ["FILTER_ORDER", "scaled_weights", "truncate", "why_unusable"]
 
@@ -63,7 +64,7 @@ def truncate(logits_BV: Any, params: Sequence[SamplingParams], *, on_device: boo
 
 def _truncate_on_host(logits_BV: Floats, params: Sequence[SamplingParams]) -> KeptSets:
     num, vocab_size = logits_BV.shape
-    threads = max(1, min(host_threads(), num, num * vocab_size // _NUMBERS_PER_THREAD))
+    threads = max(1, min(host_threads(), num)) if vocab_size >= _WIDE else 1
     bounds = np.linspace(0, num, threads + 1).astype(int).tolist()
 
     def rows(share: int) -> list[AddRow]:
@@ -83,15 +84,15 @@ def _truncate_on_host(logits_BV: Floats, params: Sequence[SamplingParams]) -> Ke
 
 def _row(row: int, z_V: Floats, settings: SamplingParams, scaled_V: Float64, weight_V: Float64) -> AddRow:
     """What is to be put down about a row. The last two arguments are working memory."""
-    top = float(z_V.max())
+    top, low = float(z_V.max()), float(z_V.min())
     if (reason := why_unusable(row, top)) is not None:
         return lambda builder: builder.fail(reason)
     if settings.temperature == 0:
         greedy = int(np.argmax(z_V))
         return lambda builder: builder.add_point(greedy, top)
-    scaled_weights(z_V, top, settings.temperature, scaled_V, weight_V)
+    scaled_weights(z_V, top, low, settings.temperature, scaled_V, weight_V)
     total, vocab_size = float(weight_V.sum()), len(z_V)
-    finite = vocab_size if z_V.min() > -np.inf else int(np.count_nonzero(z_V > -np.inf))
+    finite = vocab_size if low > -np.inf else int(np.count_nonzero(z_V > -np.inf))
     kept_K = keep(z_V, weight_V, total, settings)
     if kept_K is None and finite < vocab_size:
         kept_K = np.flatnonzero(z_V > -np.inf)
@@ -103,13 +104,16 @@ def _row(row: int, z_V: Floats, settings: SamplingParams, scaled_V: Float64, wei
     return lambda builder: builder.add(kept_K, scaled_K, weight_K, mass)
 
 
-def scaled_weights(z_V: Floats, top: float, temperature: float, scaled_V: Float64, weight_V: Float64) -> None:
-    """Write s = (z - top) / T and w = exp(s) to the last two arguments."""
+def scaled_weights(
+    z_V: Floats, top: float, low: float, temperature: float, scaled_V: Float64, weight_V: Float64
+) -> None:
+    """Write s = (z - top) / T and w = exp(s) to the last two arguments; `low` is the lowest logit."""
     with np.errstate(over="ignore", under="ignore"):  # clamped, and 0 is the right weight
-        np.subtract(z_V, top, out=scaled_V, dtype=np.float64)
+        np.copyto(scaled_V, z_V)  # widened first: faster than in the subtraction
+        scaled_V -= top
         if temperature != 1:
             scaled_V /= temperature
-        if (float(z_V.min()) - top) / temperature < LOWEST_SCALED:  # costs as much as the exponential
+        if (low - top) / temperature < LOWEST_SCALED:  # costs as much as the exponential
             np.maximum(scaled_V, LOWEST_SCALED, out=scaled_V)
         np.exp(scaled_V, out=weight_V)
 

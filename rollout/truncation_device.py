@@ -73,7 +73,7 @@ def _add(
         builder.add_moments(top, settings.temperature, block_mass_C, mean, mean_square)
     else:
         scaled_C, weight_C = np.empty(len(z_C)), np.empty(len(z_C))
-        scaled_weights(z_C, top, settings.temperature, scaled_C, weight_C)
+        scaled_weights(z_C, top, float(z_C.min()), settings.temperature, scaled_C, weight_C)
         kept = keep(z_C, weight_C, total, settings)
         if kept is not None:
             ids_C, scaled_C, weight_C = ids_C[kept], scaled_C[kept], weight_C[kept]

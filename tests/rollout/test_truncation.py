@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keptset.rollout import filters
+from keptset.rollout import filters, truncation
 from keptset.rollout.truncation import truncate
 from keptset.schemas.errors import InvalidInput
 from keptset.schemas.sampling_params import SamplingParams
@@ -316,3 +316,19 @@ def test_no_row_is_sorted_whole(monkeypatch):
     truncate(logits, [SamplingParams(min_p=0.01, top_k=20_000)] * 3)
     assert sorted_lengths
     assert max(sorted_lengths) <= filters.SORT_AT_MOST
+
+
+def test_rows_shared_among_threads_come_back_in_their_order_with_their_own_sets(monkeypatch):
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((11, 300)) * 3
+    logits[3, 5], logits[7] = np.nan, -np.inf
+    settings = [SamplingParams(top_k=1 + row, temperature=1 + row / 10) for row in range(11)]
+    alone = [truncate(logits[[row]], [settings[row]]) for row in range(11)]
+    monkeypatch.setattr(truncation, "_WIDE", 1)
+    monkeypatch.setattr(truncation, "host_threads", lambda: 4)
+    together = truncate(logits, settings)
+    assert sorted(together.errors) == [3, 7]
+    assert together.sizes_B.tolist() == [one.sizes_B[0] for one in alone]
+    for row in range(11):
+        np.testing.assert_array_equal(together.members(row)[0], alone[row].members(0)[0])
+        np.testing.assert_array_equal(together.members(row)[1], alone[row].members(0)[1])
