@@ -50,6 +50,9 @@ def keep(z_C: Floats, w_C: Float64, total: float, params: SamplingParams) -> Pos
     if params.min_p > 0:
         kept = np.flatnonzero(w_C >= params.min_p * (1 - TIE_SLACK))
     if 0 < params.top_k < (len(z_C) if kept is None else len(kept)):
+        if kept is None and params.top_p < 1 and (first := first_in_order(z_C, params.top_k)) is not None:
+            mass_through = np.cumsum(w_C[first])  # -inf logits come last, and add nothing to it
+            return np.sort(first[: _count_below(mass_through, params.top_p * mass_through[-1] * (1 - TIE_SLACK))])
         kept = keep_top_k(z_C, params.top_k) if kept is None else kept[keep_top_k(z_C[kept], params.top_k)]
         if not w_C[kept].all():
             kept = kept[z_C[kept] > -np.inf]
@@ -59,6 +62,14 @@ def keep(z_C: Floats, w_C: Float64, total: float, params: SamplingParams) -> Pos
         bound = params.top_p * total * (1 - TIE_SLACK)
         kept = keep_top_p(z_C, w_C, bound) if kept is None else kept[keep_top_p(z_C[kept], w_C[kept], bound)]
     return kept
+
+
+def first_in_order(z_C: Floats, k: int) -> Positions | None:
+    """Positions of the k first, in order, from one sort; None where that would be a large one. k < C."""
+    near = top_superset(z_C, k)
+    if near is None or len(near) > SORT_AT_MOST:
+        return None
+    return near[np.argsort(-z_C[near], kind="stable")[:k]]
 
 
 def keep_top_k(z_C: Floats, k: int) -> Positions:
@@ -100,9 +111,12 @@ def top_superset(z_C: Floats, k: int) -> Positions | None:
 
 def _keep_by_sorting(z_C: Floats, w_C: Float64, bound: float) -> Positions:
     order = np.argsort(-z_C, kind="stable")
-    mass_through = np.cumsum(w_C[order])
-    count = 1 + np.searchsorted(mass_through[:-1], bound)
-    return np.sort(order[:count])
+    return np.sort(order[: _count_below(np.cumsum(w_C[order]), bound)])
+
+
+def _count_below(mass_through: Float64, bound: float) -> int:
+    """How many candidates have a mass < bound before them, from the mass through each; at least one."""
+    return 1 + int(np.searchsorted(mass_through[:-1], bound))
 
 
 def _keep_by_bits(z_C: Floats, w_C: Float64, bound: float) -> Positions:

@@ -47,6 +47,18 @@ def test_top_k_keeps_exactly_the_k_first(case, data):
 
 
 @settings(deadline=None, max_examples=100)
+@given(candidates(), st.integers(1, 600), st.floats(1e-6, 0.999999))
+def test_top_k_with_top_p_is_one_after_the_other(case, k, share):
+    z, w = case
+    kept = keep(z, w, float(w.sum()), SamplingParams(top_k=k, top_p=share))
+    first = by_definition(z)[:k]
+    first = first[np.isfinite(z[first])]
+    assert kept.tolist() == sorted(first[: len(kept)].tolist())
+    assert w[first[: len(kept) - 1]].sum() <= share * w[first].sum() * (1 + 1e-9)
+    assert w[kept].sum() >= share * w[first].sum() * (1 - 1e-9)
+
+
+@settings(deadline=None, max_examples=100)
 @given(candidates(), st.integers(1, 600))
 def test_the_superset_holds_the_k_largest(case, k):
     z, _ = case
