@@ -84,16 +84,6 @@ def configure(threads: int | None = None, environ: MutableMapping[str, str] = os
     )
 
 
-def host_threads(environ: Mapping[str, str] = os.environ) -> int:
-    """Threads for NumPy work beside Paddle's: as many as `configure` or the user gave its products, or all cores.
-
-    >>> host_threads({"MKL_NUM_THREADS": "1"})
-    1
-    """
-    asked = environ.get(THREADS, "")
-    return max(1, min(int(asked), usable_cores())) if asked.isdecimal() else usable_cores()
-
-
 def usable_cores() -> int:
     """Cores this process may run on, within its container's share."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -21,7 +21,7 @@ import paddle
 from keptset.rollout.filters import Float64, keep
 from keptset.rollout.kept_sets import BLOCK, LOWEST_SCALED, KeptSets
 from keptset.rollout.kept_sets_builder import KeptSetsBuilder, full_moments
-from keptset.rollout.truncation import scaled_weights, why_unusable
+from keptset.rollout.truncation import scaled, why_unusable
 from keptset.schemas.sampling_params import SamplingParams
 
 BISECTIONS = 20
@@ -72,8 +72,8 @@ def _add(
     elif not len(ids_C):
         builder.add_moments(top, settings.temperature, block_mass_C, mean, mean_square)
     else:
-        scaled_C, weight_C = np.empty(len(z_C)), np.empty(len(z_C))
-        scaled_weights(z_C, top, float(z_C.min()), settings.temperature, scaled_C, weight_C)
+        scaled_C = scaled(z_C, top, settings.temperature)
+        weight_C = np.exp(scaled_C)
         kept = keep(z_C, weight_C, total, settings)
         if kept is not None:
             ids_C, scaled_C, weight_C = ids_C[kept], scaled_C[kept], weight_C[kept]

@@ -318,14 +318,13 @@ def test_no_row_is_sorted_whole(monkeypatch):
     assert max(sorted_lengths) <= filters.SORT_AT_MOST
 
 
-def test_rows_shared_among_threads_come_back_in_their_order_with_their_own_sets(monkeypatch):
+def test_rows_of_several_chunks_come_back_in_their_order_with_their_own_sets(monkeypatch):
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((11, 300)) * 3
     logits[3, 5], logits[7] = np.nan, -np.inf
     settings = [SamplingParams(top_k=1 + row, temperature=1 + row / 10) for row in range(11)]
     alone = [truncate(logits[[row]], [settings[row]]) for row in range(11)]
-    monkeypatch.setattr(truncation, "_WIDE", 1)
-    monkeypatch.setattr(truncation, "host_threads", lambda: 4)
+    monkeypatch.setattr(truncation, "_CHUNK", 1_000)  # three rows each, and two at the end
     together = truncate(logits, settings)
     assert sorted(together.errors) == [3, 7]
     assert together.sizes_B.tolist() == [one.sizes_B[0] for one in alone]
