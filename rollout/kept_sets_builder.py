@@ -112,7 +112,7 @@ class KeptSetsBuilder:
 
 def full_moments(scaled_V: Float64, weight_V: Float64) -> tuple[Float64, float, float]:
     """Sums of w over blocks of ids [C], and the means of s and of its square over the whole vocabulary."""
-    block_mass_C = block_sums(weight_V)
+    block_mass_C: Float64 = block_sums(weight_V).astype(np.float64, copy=False)
     total = float(block_mass_C.sum())
     moment_V = weight_V * scaled_V
     mean = float(moment_V.sum()) / total
@@ -120,10 +120,10 @@ def full_moments(scaled_V: Float64, weight_V: Float64) -> tuple[Float64, float, 
     return block_mass_C, mean, float(moment_V.sum()) / total
 
 
-def block_sums(weight_V: Float64) -> Float64:
-    """Sum over each block of ids; the last may be short."""
+def block_sums(weight_V: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
+    """Sum over each block of ids, in the dtype of the weights; the last block may be short."""
     whole = len(weight_V) // BLOCK * BLOCK
-    sums: Float64 = weight_V[:whole].reshape(-1, BLOCK).sum(axis=1)
+    sums: npt.NDArray[np.floating] = weight_V[:whole].reshape(-1, BLOCK).sum(axis=1)
     return sums if whole == len(weight_V) else np.append(sums, weight_V[whole:].sum())
 
 

@@ -2,29 +2,29 @@
 
     s = (z - max z) / T,   w = exp(s),   K = top_p(top_k(min_p(ids)))
 
-T = 0 is greedy: K is the lowest id among the largest logits. All sums are float64, with one exponential and one sum
-over the vocabulary per row. On wide rows this costs about twice what float32 would, and leaves no rounding to argue
-about where a filter's bound is near; everything else is done on the few ids near the top. One thread does it:
-two wait for each other between so many short operations for as long as they save.
+T = 0 is greedy: K is the lowest id among the largest logits. Whatever decides about K and b is float64, which leaves no
+rounding to argue about where a filter's bound is near: the few ids near the top where top_k comes first, else the whole
+row. Per row there is one exponential and one sum over the vocabulary. One thread does it: two wait for each other
+between so many short operations for as long as they save.
 
 Legend: B rows, V vocabulary, K kept ids of one row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from keptset.rollout.filters import FILTER_ORDER, Float64, Floats, keep
-from keptset.rollout.kept_sets import LOWEST_SCALED, KeptSets
-from keptset.rollout.kept_sets_builder import KeptSetsBuilder, full_moments
+from keptset.rollout.filters import FILTER_ORDER, SORT_AT_MOST, Float64, Floats, keep, top_superset
+from keptset.rollout.kept_sets import LOWEST_SCALED, Int64, KeptSets
+from keptset.rollout.kept_sets_builder import KeptSetsBuilder, block_sums, full_moments
 from keptset.schemas.errors import InvalidInput
 from keptset.schemas.sampling_params import SamplingParams
 
-_CHUNK = 1 << 16
-"""Weights that are made in one go, or those of one row: half a MiB stays in a core's own cache."""
+_WIDE = 1 << 14
+"""Ids of a row from which on exponentials in float64 are worth avoiding."""
 
 __all__ = ["FILTER_ORDER", "scaled", "truncate", "why_unusable"]
 
@@ -83,53 +83,60 @@ def _dtype_name(logits_BV: Any) -> str:
 
 
 def _truncate_on_host(logits_BV: Floats, params: Sequence[SamplingParams]) -> KeptSets:
-    num, vocab_size = logits_BV.shape
-    temperature_B = np.array([settings.temperature or 1.0 for settings in params])
-    builder = KeptSetsBuilder(logits_BV)
-    step = max(1, _CHUNK // vocab_size)
-    for begin in range(0, num, step):
-        rows = slice(begin, begin + step)
-        for row, weighed in enumerate(_weigh(logits_BV[rows], temperature_B[rows]), begin):
-            _add_row(builder, logits_BV[row], params[row], *weighed)
+    builder, weight_V = KeptSetsBuilder(logits_BV), np.empty(logits_BV.shape[1])
+    for z_V, settings in zip(logits_BV, params, strict=True):
+        _add_row(builder, z_V, settings, weight_V)
     return builder.build()
 
 
-def _weigh(z_RV: Floats, temperature_R: Float64) -> Iterator[tuple[float, float, Float64, float]]:
-    """Largest and lowest logit, w = exp((z - top) / T) and its sum, of each row."""
-    top_R, low_R = z_RV.max(axis=1), z_RV.min(axis=1)
-    weight_RV = z_RV.astype(np.float64)
-    with np.errstate(all="ignore"):  # 0 is the right weight; rows that hold no usable number are told later
-        weight_RV -= top_R[:, None]
-        if (temperature_R != 1).any():
-            weight_RV /= temperature_R[:, None]
-        np.exp(weight_RV, out=weight_RV)
-        total_R = weight_RV.sum(axis=1)
-    return zip(top_R.tolist(), low_R.tolist(), weight_RV, total_R.tolist(), strict=True)
-
-
-def _add_row(
-    builder: KeptSetsBuilder,
-    z_V: Floats,
-    settings: SamplingParams,
-    top: float,
-    low: float,
-    weight_V: Float64,
-    total: float,
-) -> None:
+def _add_row(builder: KeptSetsBuilder, z_V: Floats, settings: SamplingParams, weight_V: Float64) -> None:
+    """Put a row down. The last argument is working memory."""
+    top, low, vocab_size = float(z_V.max()), float(z_V.min()), len(z_V)
     if (reason := why_unusable(builder.row, top)) is not None:
         return builder.fail(reason)
     if settings.temperature == 0:
         return builder.add_point(int(np.argmax(z_V)), top)
-    vocab_size = len(z_V)
     finite = vocab_size if low > -np.inf else int(np.count_nonzero(z_V > -np.inf))
+    ids_C = _near_top(z_V, settings)
+    if ids_C is not None:
+        scaled_C = scaled(z_V[ids_C], top, settings.temperature)
+        weight_C = np.exp(scaled_C)
+        total = float(weight_C.sum()) + _mass_beside(ids_C, z_V, top, settings.temperature)
+        if (kept := keep(z_V[ids_C], weight_C, total, settings)) is not None:
+            ids_C, scaled_C, weight_C = ids_C[kept], scaled_C[kept], weight_C[kept]
+        return builder.add(ids_C, scaled_C, weight_C, total if len(ids_C) < finite else None)
+    scaled_V = scaled(z_V, top, settings.temperature)
+    np.exp(scaled_V, out=weight_V)
+    total = float(weight_V.sum())
     kept_K = keep(z_V, weight_V, total, settings)
     if kept_K is None and finite < vocab_size:
         kept_K = np.flatnonzero(z_V > -np.inf)
     if kept_K is None or len(kept_K) == vocab_size:
-        moments = full_moments(scaled(z_V, top, settings.temperature), weight_V)
-        return builder.add_moments(top, settings.temperature, *moments)
-    scaled_K = scaled(z_V[kept_K], top, settings.temperature)
-    return builder.add(kept_K, scaled_K, weight_V[kept_K], total if len(kept_K) < finite else None)
+        return builder.add_moments(top, settings.temperature, *full_moments(scaled_V, weight_V))
+    return builder.add(kept_K, scaled_V[kept_K], weight_V[kept_K], total if len(kept_K) < finite else None)
+
+
+def _near_top(z_V: Floats, settings: SamplingParams) -> Int64 | None:
+    """Few ids that hold all that is kept, where top_k is the first filter; None where there are no such."""
+    if settings.top_k <= 0 or settings.min_p > 0:
+        return None
+    ids_C = top_superset(z_V, settings.top_k)
+    return None if ids_C is None or len(ids_C) > SORT_AT_MOST else ids_C
+
+
+def _mass_beside(ids_C: Int64, z_V: Floats, top: float, temperature: float) -> float:
+    """Sum of w over the ids that are not among `ids_C`.
+
+    On wide rows of float32, w is made in it and blocks are added up in float64. The sum enters m alone, which is
+    recorded in float32, and spoils no more than its last digit or two.
+    """
+    weight_V = z_V.astype(z_V.dtype if len(z_V) >= _WIDE else np.float64)
+    weight_V -= weight_V.dtype.type(top)
+    if temperature != 1:
+        weight_V /= weight_V.dtype.type(temperature)
+    np.exp(weight_V, out=weight_V)
+    weight_V[ids_C] = 0
+    return float(block_sums(weight_V).sum(dtype=np.float64))
 
 
 def scaled(z_C: Floats, top: float, temperature: float) -> Float64:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keptset.rollout import filters, truncation
+from keptset.rollout import filters
 from keptset.rollout.truncation import truncate
 from keptset.schemas.errors import InvalidInput
 from keptset.schemas.sampling_params import SamplingParams
@@ -318,16 +318,16 @@ def test_no_row_is_sorted_whole(monkeypatch):
     assert max(sorted_lengths) <= filters.SORT_AT_MOST
 
 
-def test_rows_of_several_chunks_come_back_in_their_order_with_their_own_sets(monkeypatch):
-    rng = np.random.default_rng(0)
-    logits = rng.standard_normal((11, 300)) * 3
-    logits[3, 5], logits[7] = np.nan, -np.inf
-    settings = [SamplingParams(top_k=1 + row, temperature=1 + row / 10) for row in range(11)]
-    alone = [truncate(logits[[row]], [settings[row]]) for row in range(11)]
-    monkeypatch.setattr(truncation, "_CHUNK", 1_000)  # three rows each, and two at the end
-    together = truncate(logits, settings)
-    assert sorted(together.errors) == [3, 7]
-    assert together.sizes_B.tolist() == [one.sizes_B[0] for one in alone]
-    for row in range(11):
-        np.testing.assert_array_equal(together.members(row)[0], alone[row].members(0)[0])
-        np.testing.assert_array_equal(together.members(row)[1], alone[row].members(0)[1])
+@pytest.mark.parametrize("params", [{"top_k": 50}, {"top_k": 50, "top_p": 0.6, "temperature": 0.7}])
+@pytest.mark.parametrize("banned", [0, 19_000])
+def test_wide_rows_of_float32_lose_a_last_digit_of_m_and_nothing_else(params, banned):
+    z = (np.random.default_rng(0).standard_normal(20_000) * 2).astype(np.float32)
+    z[:banned] = -np.inf
+    settings = SamplingParams(**params)
+    kept = truncate(z[None], [settings])
+    ids, logprobs = kept.members(0)
+    expected = reference.truncate(z.astype(np.float64), settings)
+    assert ids.tolist() == expected.kept_ids.tolist()
+    np.testing.assert_allclose(logprobs, expected.logprobs, rtol=0, atol=1e-12)
+    assert kept.log_kept_mass_B[0] == pytest.approx(expected.log_kept_mass, abs=1e-7)
+    assert kept.log_kept_mass_B[0] != pytest.approx(expected.log_kept_mass, abs=1e-14), "made in float32"
