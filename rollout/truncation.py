@@ -61,21 +61,25 @@ def _host_array(logits_BV: Any) -> Floats:
     """A Paddle tensor as an array: its own memory where it lies on the host in one piece, else a copy."""
     if not logits_BV.place.is_cpu_place() or not logits_BV.is_contiguous():
         return np.asarray(logits_BV.numpy())
-    return np.asarray(_Memory(logits_BV))
+    return np.asarray(np.from_dlpack(_HostMemory(logits_BV)))
 
 
-class _Memory:
-    """What NumPy makes an array of without a copy; the array keeps this, and this the tensor."""
+class _HostMemory:
+    """A tensor as NumPy takes it without a copy: Paddle's tensors speak the protocol in parts only.
 
-    def __init__(self, logits_BV: Any) -> None:
-        dtype = np.dtype(_dtype_name(logits_BV))
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": tuple(logits_BV.shape),
-            "typestr": dtype.str,
-            "data": (logits_BV.data_ptr(), True),
-        }
-        self._owner = logits_BV
+    The array holds on to the memory, whatever becomes of the tensor.
+    """
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, **options: Any) -> Any:
+        from paddle.utils.dlpack import to_dlpack
+
+        return to_dlpack(self._tensor.detach())
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0  # DLPack's number of the host
 
 
 def _dtype_name(logits_BV: Any) -> str:

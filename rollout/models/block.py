@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
+import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle.incubate.nn.functional import fused_rms_norm
@@ -53,7 +54,8 @@ class Block:
 
 def rms_norm(rows: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.Tensor:
     """w * x / sqrt(mean(x^2) + eps) over the last dimension, the root in float32 (Zhang and Sennrich 2019)."""
-    if not paddle.is_grad_enabled() and rows.dtype == paddle.float32 and _is_fused_on(str(rows.place)):
+    in_float32 = rows.dtype == weight.dtype == paddle.float32
+    if in_float32 and not paddle.is_grad_enabled() and _is_fused_on(str(rows.place)):
         return fused_rms_norm(rows, weight, None, eps, rows.ndim - 1)[0]
     wide = rows if rows.dtype == paddle.float32 else rows.astype("float32")
     inverse = paddle.rsqrt((wide * wide).mean(axis=-1, keepdim=True) + eps)
@@ -69,9 +71,10 @@ def _is_fused_on(place: str) -> bool:
     """
     if "cpu" not in place:
         return False
-    one = paddle.to_tensor([[1.0]], place=paddle.CPUPlace())
+    rows = paddle.to_tensor([[3.0, 4.0], [0.0, 2.0]], place=paddle.CPUPlace())
     try:
-        fused_rms_norm(one, one[0], None, 1e-5, 1)
+        found = fused_rms_norm(rows, rows[0], None, 0.0, 1)[0].numpy()
     except RuntimeError:
         return False
-    return True
+    expected = [[9 / 12.5**0.5, 16 / 12.5**0.5], [0.0, 8 / 2**0.5]]
+    return found.shape == (2, 2) and bool(np.allclose(found, expected, rtol=1e-5))

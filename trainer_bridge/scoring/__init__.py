@@ -2,7 +2,8 @@
 
 `plan` decides what each token needs. From logits, `kept_softmax` and `full_softmax` are the maths and `run` ties them
 to a gradient; from hidden states, `kept_pairs`, `kept_members` and `vocabulary_chunks` are, `partial_softmax` joins
-parts (chunks, ranks), and `run_hidden` ties. A hand per framework (`numpy_hand`, `paddle_hand`, `torch_hand`, and their
+parts (chunks, ranks), `hidden_pass` ties, and `run_hidden` chooses: on a host NumPy does what it can (`host_pass`,
+`host_pairs`). A hand per framework (`numpy_hand`, `paddle_hand`, `torch_hand`, and their
 `_head_hand`) does what frameworks do differently. No framework is imported before an array of it arrives.
 """
 

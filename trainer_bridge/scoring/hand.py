@@ -72,7 +72,7 @@ class Hand(Protocol):
 
     def log(self, values: Tensor) -> Tensor: ...
 
-    def magnitude(self, values: Tensor) -> Tensor:
+    def abs(self, values: Tensor) -> Tensor:
         """|x| of each."""
 
     def is_zero(self, values: Tensor) -> Tensor:

@@ -52,7 +52,8 @@ class HeadGradient(Protocol):
 class DenseHeadGradient:
     """A buffer of the whole head that every backward pass adds into; the weights' own `.grad` stays untouched.
 
-    Like the `main_grad` of trainers that keep master weights: zero it, or hand it to the optimizer, once per step.
+    Like the `main_grad` of trainers that keep master weights: zero it, or hand it to the optimizer, once per step. One
+    backward pass at a time: two threads that add into one buffer lose what they add at once.
     """
 
     def __init__(self, weight_VH: Tensor, bias_V: Tensor | None = None) -> None:

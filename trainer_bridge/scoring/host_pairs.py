@@ -81,7 +81,7 @@ class _Pieces:
         last_S = np.repeat(own - 1, self._sizes)
         self.pairs_S: Ints = np.repeat(starts, self._sizes) + np.minimum(place_S, last_S)
         """Index of each pair among the caller's."""
-        self.filling_S = place_S > last_S
+        self.is_filling_S = place_S > last_S
         self._most, self._num_first = most, int((within == 0).sum())
 
     def batches(self, *, first: bool) -> deque[_Batch]:
@@ -149,7 +149,7 @@ def add_weighted_rows(
     threads, most = how.within(table_VH)
     pieces = _Pieces(rows_M, most)
     ids_S, weight_S = ids_M[pieces.pairs_S], weight_M[pieces.pairs_S].astype(how.dtype, copy=False)
-    weight_S[pieces.filling_S] = 0
+    weight_S[pieces.is_filling_S] = 0
 
     def sums_BH(batch: _Batch) -> Array:
         num, size = batch.shape

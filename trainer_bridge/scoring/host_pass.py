@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from keptset.schemas.errors import InvalidInput
 from keptset.trainer_bridge.scoring.hand import Ints, Tensor
 from keptset.trainer_bridge.scoring.head import Head
 from keptset.trainer_bridge.scoring.head_gradient import GradientRows, HeadGradient
@@ -31,8 +32,8 @@ class HostPass:
         """None where NumPy is the framework, cannot reach the tensors, or is no faster: products over a vocabulary, and
         what goes to other ranks, are the framework's own."""
         plan, share, sink = work.job.plan, work.job.share, work.head_gradient
-        whole_rows = len(plan.full_F) + (0 if share is None else len(share.full_F))
-        if isinstance(hand, NumpyHeadHand) or whole_rows or head.shard is not None:
+        over_vocabulary = len(plan.full_F) + (0 if share is None else len(share.full_F))
+        if isinstance(hand, NumpyHeadHand) or over_vocabulary or head.shard is not None:
             return None
         bias = () if head.bias_V is None else (head.bias_V,)
         arrays = hand.host_arrays(hidden_RH, head.weight_VH, *bias)
@@ -41,18 +42,18 @@ class HostPass:
         states_RH, weight_VH, *biases = arrays
         inner = NumpyHeadHand(states_RH, hand.working_dtype)
         if sink is not None:
-            work = replace(work, head_gradient=_InPlace(hand, head, sink))
+            work = replace(work, head_gradient=_SinkInNumpy(hand, head, sink))
         own = Head(weight_VH=weight_VH, bias_V=biases[0] if biases else None)
         return cls(hand, HiddenPass(inner, work, states_RH, own, asks))
 
     def forward(self) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None]:
         values, entropy_T, full_T = self._pass.forward()
-        floats = self._hand.floats
-        return (
-            tuple(floats(value) for value in values),
-            None if entropy_T is None else floats(entropy_T),
-            None if full_T is None else floats(full_T),
-        )
+        with np.errstate(over="ignore", invalid="ignore"):  # what float32 does not hold is infinite there
+            return (
+                tuple(self._hand.floats(value) for value in values),
+                None if entropy_T is None else self._hand.floats(entropy_T),
+                None if full_T is None else self._hand.floats(full_T),
+            )
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         hand = self._hand
@@ -61,7 +62,7 @@ class HostPass:
 
 
 @dataclass(frozen=True)
-class _InPlace:
+class _SinkInNumpy:
     """A head gradient of the framework, as NumPy adds into it."""
 
     hand: HeadHand
@@ -79,4 +80,12 @@ class _InPlace:
         return replace(rows, weight_UH=self._memory(rows.weight_UH), bias_U=self._memory(rows.bias_U))
 
     def _memory(self, buffer: Tensor | None) -> NDArray[np.floating] | None:
-        return None if buffer is None else self.hand.host_memory(buffer)
+        if buffer is None:
+            return None
+        memory = self.hand.host_memory(buffer)
+        if memory is None:
+            raise InvalidInput(
+                "a buffer of the head's gradient was replaced between forward and backward by one that does not lie in "
+                "one piece on the host: keep the buffers that the forward pass had"
+            )
+        return memory

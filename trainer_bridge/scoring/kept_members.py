@@ -112,9 +112,7 @@ class KeptMembers:
         total_A, part_A = gradient_A, gradient_A
         if gradient_M is not None:
             total_A = gradient_A + hand.segment_sum(gradient_M, self._starts_A1, self._segment_M)
-            part_A = hand.magnitude(gradient_A) + hand.segment_sum(
-                hand.magnitude(gradient_M), self._starts_A1, self._segment_M
-            )
+            part_A = hand.abs(gradient_A) + hand.segment_sum(hand.abs(gradient_M), self._starts_A1, self._segment_M)
         total_L = hand.take(total_A / self._temperature_A, self._segment_L)
         d_L = -total_L * self._probabilities_L
         if gradient_M is not None:

@@ -73,7 +73,7 @@ class NumpyHand:
     def log(self, values: Array) -> Array:
         return np.log(values)
 
-    def magnitude(self, values: Array) -> Array:
+    def abs(self, values: Array) -> Array:
         return np.abs(values)
 
     def is_zero(self, values: Array) -> NDArray[np.bool_]:

@@ -108,7 +108,7 @@ class PaddleHand:
     def log(self, values: Tensor) -> Tensor:
         return paddle.log(values)
 
-    def magnitude(self, values: Tensor) -> Tensor:
+    def abs(self, values: Tensor) -> Tensor:
         return values.abs()
 
     def is_zero(self, values: Tensor) -> Tensor:

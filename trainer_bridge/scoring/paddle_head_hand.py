@@ -38,7 +38,7 @@ class PaddleHeadHand(PaddleHand):
 
     def host_arrays(self, *tables: Tensor) -> tuple[NDArray[np.floating], ...] | None:
         # Of a view, Paddle 2.6 hands out the memory without its strides.
-        if not self._on_host or any(t.dtype == paddle.bfloat16 or not t.is_contiguous() for t in tables):
+        if not self._on_host or not all(_is_readable(table) for table in tables):
             return None
         return tuple(np.asarray(np.from_dlpack(_HostMemory(table.detach()))) for table in tables)
 
@@ -104,6 +104,10 @@ class PaddleHeadHand(PaddleHand):
             return tuple(g for g, there in zip(backward(gradients), given, strict=True) if there)
 
         return tuple(_WithGradients.apply(*[s for s in sources if s is not None], values=lambda: values, run=of_given))
+
+
+def _is_readable(table: Tensor) -> bool:
+    return bool(table.place.is_cpu_place()) and table.dtype != paddle.bfloat16 and bool(table.is_contiguous())
 
 
 class _HostMemory:

@@ -82,7 +82,7 @@ class TorchHand:
     def log(self, values: Tensor) -> Tensor:
         return torch.log(values)
 
-    def magnitude(self, values: Tensor) -> Tensor:
+    def abs(self, values: Tensor) -> Tensor:
         return values.abs()
 
     def is_zero(self, values: Tensor) -> Tensor:
