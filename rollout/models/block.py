@@ -6,7 +6,7 @@ Dims: T tokens, H hidden, Z heads of a token's projections, D head size.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from typing import Any
 
 import numpy as np
 import paddle
@@ -55,7 +55,7 @@ class Block:
 def rms_norm(rows: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.Tensor:
     """w * x / sqrt(mean(x^2) + eps) over the last dimension, the root in float32 (Zhang and Sennrich 2019)."""
     in_float32 = rows.dtype == weight.dtype == paddle.float32
-    if in_float32 and not paddle.is_grad_enabled() and _is_fused_on(str(rows.place)):
+    if in_float32 and not paddle.is_grad_enabled() and _has_fused_norm(rows):
         return fused_rms_norm(rows, weight, None, eps, rows.ndim - 1)[0]
     wide = rows if rows.dtype == paddle.float32 else rows.astype("float32")
     inverse = paddle.rsqrt((wide * wide).mean(axis=-1, keepdim=True) + eps)
@@ -63,15 +63,24 @@ def rms_norm(rows: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.T
     return (normed if normed.dtype == rows.dtype else normed.astype(rows.dtype)) * weight
 
 
-@cache
-def _is_fused_on(place: str) -> bool:
+def _has_fused_norm(rows: paddle.Tensor) -> bool:
     """Whether this Paddle has one kernel for the norm on a host: a quarter of the time, without gradient; 2.6 has none.
 
     A device is not asked: what is gained there is unmeasured.
     """
-    if "cpu" not in place:
+    if not rows.place.is_cpu_place():
         return False
-    rows = paddle.to_tensor([[3.0, 4.0], [0.0, 2.0]], place=paddle.CPUPlace())
+    if not _FUSED:
+        _FUSED.append(_fused_norm_works(rows.place))
+    return _FUSED[0]
+
+
+_FUSED: list[bool] = []
+"""The answer, once it was asked for."""
+
+
+def _fused_norm_works(place: Any) -> bool:
+    rows = paddle.to_tensor([[3.0, 4.0], [0.0, 2.0]], place=place)
     try:
         found = fused_rms_norm(rows, rows[0], None, 0.0, 1)[0].numpy()
     except RuntimeError:

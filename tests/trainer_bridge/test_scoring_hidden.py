@@ -243,7 +243,7 @@ def test_one_long_set_does_not_make_the_others_pay(
     }
     rows = rows_read_of(head, hidden, case, monkeypatch, on_host=on_host)
     # One for each id of a real choice; a host fills 5,000 up to the 5,120 of its sizes, which none of the others is.
-    assert rows == (5120 if on_host else 5000) + 2 * 99
+    assert rows == (5120 if on_host and anywhere.name != "torch" else 5000) + 2 * 99
 
 
 def test_the_largest_logit_may_come_in_any_chunk(anywhere: Any, rng: np.random.Generator) -> None:
