@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import json
 import os
@@ -218,3 +219,18 @@ def test_the_contract_sees_two_responses_under_one_id(contract: ModuleType, gold
     rows[1]["rollout_id"] = rows[0]["rollout_id"]
     arrow = pa.RecordBatch.from_pylist(rows, schema=golden.arrow.schema)
     assert any("share it and differ" in told for told in contract.violations(RolloutBatch.from_arrow(arrow)))
+
+
+def test_the_readme_quotes_what_the_last_soak_said(repository: Path) -> None:
+    told = json.loads((repository / "docs" / "soak.json").read_text(encoding="utf-8"))
+    readme = " ".join((repository / "README.md").read_text(encoding="utf-8").split())
+    date = datetime.date.fromisoformat(told["date"])
+    inputs, kills = {reader["inputs"] for reader in told["readers"].values()}, told["kills"]
+    faults = sum(reader["faults"] for reader in told["readers"].values())
+    assert told["complete"] and told["command"] == "make soak"
+    assert (faults, kills["faults"]) == (0, 0)
+    assert (inputs, len(told["readers"])) == ({told["asked"]["inputs_per_reader"]}, len(FILES | ENGINES))
+    run = f"`make soak`, {date.day} {date:%B %Y}, {told['minutes']:.0f} minutes"
+    tried = f"{min(inputs):,} spoilt inputs for each of {len(told['readers'])} readers"
+    assert f"{run}: {tried} and {kills['kills']} killed writers" in readme
+    assert f"{kills['acknowledged']:,} batches acknowledged" in readme
