@@ -66,6 +66,8 @@ def keep(z_C: Floats, w_C: Float64, total: float, params: SamplingParams) -> Pos
 
 def first_in_order(z_C: Floats, k: int) -> Positions | None:
     """Positions of the k first, in order, from one sort; None where that would be a large one. k < C."""
+    if len(z_C) <= SORT_AT_MOST:
+        return np.argsort(-z_C, kind="stable")[:k]
     near = top_superset(z_C, k)
     if near is None or len(near) > SORT_AT_MOST:
         return None
