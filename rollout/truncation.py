@@ -137,7 +137,8 @@ def _mass_beside(ids_C: Int64, z_V: Floats, top: float, temperature: float) -> f
     weight_V = z_V.astype(z_V.dtype if len(z_V) >= _WIDE else np.float64)
     weight_V -= weight_V.dtype.type(top)
     if temperature != 1:
-        weight_V /= weight_V.dtype.type(temperature)
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # top / 0 is among `ids_C`, the rest -inf
+            weight_V /= weight_V.dtype.type(temperature)
     np.exp(weight_V, out=weight_V)
     weight_V[ids_C] = 0
     return float(block_sums(weight_V).sum(dtype=np.float64))

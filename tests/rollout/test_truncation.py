@@ -1,5 +1,6 @@
 import json
 import re
+import warnings
 from fractions import Fraction
 from pathlib import Path
 
@@ -363,3 +364,13 @@ def test_ties_at_the_last_place_go_to_the_lower_ids():
     z[1_000:1_400] = 1.0
     kept = keep(z, np.exp(z.astype(np.float64) - 1), 0.0, SamplingParams(top_k=300, top_p=0.5))
     assert kept.tolist() == list(range(1_000, 1_150))
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-41, 1e-60])
+def test_wide_rows_take_temperatures_that_float32_does_not_hold(temperature):
+    z = np.random.default_rng(0).standard_normal(20_000).astype(np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kept = truncate(z[None], [SamplingParams(top_k=50, temperature=temperature)])
+    assert (kept.log_kept_mass_B[0], kept.entropy_B[0]) == (0, 0)
+    assert kept.logprobs_of([0], [int(z.argmax())]).tolist() == [0]
