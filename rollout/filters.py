@@ -50,7 +50,8 @@ def keep(z_C: Floats, w_C: Float64, total: float, params: SamplingParams) -> Pos
     if params.min_p > 0:
         kept = np.flatnonzero(w_C >= params.min_p * (1 - TIE_SLACK))
     if 0 < params.top_k < (len(z_C) if kept is None else len(kept)):
-        if kept is None and params.top_p < 1 and (first := first_in_order(z_C, params.top_k)) is not None:
+        if kept is None and params.top_p < 1 and len(z_C) <= SORT_AT_MOST:  # one sort for both
+            first = _in_order(z_C)[: params.top_k]
             mass_through = np.cumsum(w_C[first])  # -inf logits come last, and add nothing to it
             return np.sort(first[: _count_below(mass_through, params.top_p * mass_through[-1] * (1 - TIE_SLACK))])
         kept = keep_top_k(z_C, params.top_k) if kept is None else kept[keep_top_k(z_C[kept], params.top_k)]
@@ -62,16 +63,6 @@ def keep(z_C: Floats, w_C: Float64, total: float, params: SamplingParams) -> Pos
         bound = params.top_p * total * (1 - TIE_SLACK)
         kept = keep_top_p(z_C, w_C, bound) if kept is None else kept[keep_top_p(z_C[kept], w_C[kept], bound)]
     return kept
-
-
-def first_in_order(z_C: Floats, k: int) -> Positions | None:
-    """Positions of the k first, in order, from one sort; None where that would be a large one. k < C."""
-    if len(z_C) <= SORT_AT_MOST:
-        return np.argsort(-z_C, kind="stable")[:k]
-    near = top_superset(z_C, k)
-    if near is None or len(near) > SORT_AT_MOST:
-        return None
-    return near[np.argsort(-z_C[near], kind="stable")[:k]]
 
 
 def keep_top_k(z_C: Floats, k: int) -> Positions:
@@ -112,8 +103,12 @@ def top_superset(z_C: Floats, k: int) -> Positions | None:
 
 
 def _keep_by_sorting(z_C: Floats, w_C: Float64, bound: float) -> Positions:
-    order = np.argsort(-z_C, kind="stable")
+    order = _in_order(z_C)
     return np.sort(order[: _count_below(np.cumsum(w_C[order]), bound)])
+
+
+def _in_order(z_C: Floats) -> Positions:
+    return np.argsort(-z_C, kind="stable")
 
 
 def _count_below(mass_through: Float64, bound: float) -> int:

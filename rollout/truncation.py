@@ -87,14 +87,13 @@ def _dtype_name(logits_BV: Any) -> str:
 
 
 def _truncate_on_host(logits_BV: Floats, params: Sequence[SamplingParams]) -> KeptSets:
-    builder, weight_V = KeptSetsBuilder(logits_BV), np.empty(logits_BV.shape[1])
+    builder = KeptSetsBuilder(logits_BV)
     for z_V, settings in zip(logits_BV, params, strict=True):
-        _add_row(builder, z_V, settings, weight_V)
+        _add_row(builder, z_V, settings)
     return builder.build()
 
 
-def _add_row(builder: KeptSetsBuilder, z_V: Floats, settings: SamplingParams, weight_V: Float64) -> None:
-    """Put a row down. The last argument is working memory."""
+def _add_row(builder: KeptSetsBuilder, z_V: Floats, settings: SamplingParams) -> None:
     top, low, vocab_size = float(z_V.max()), float(z_V.min()), len(z_V)
     if (reason := why_unusable(builder.row, top)) is not None:
         return builder.fail(reason)
@@ -103,14 +102,15 @@ def _add_row(builder: KeptSetsBuilder, z_V: Floats, settings: SamplingParams, we
     finite = vocab_size if low > -np.inf else int(np.count_nonzero(z_V > -np.inf))
     ids_C = _near_top(z_V, settings)
     if ids_C is not None:
-        scaled_C = scaled(z_V[ids_C], top, settings.temperature)
+        z_C = z_V[ids_C]
+        scaled_C = scaled(z_C, top, settings.temperature)
         weight_C = np.exp(scaled_C)
         total = float(weight_C.sum()) + _mass_beside(ids_C, z_V, top, settings.temperature)
-        if (kept := keep(z_V[ids_C], weight_C, total, settings)) is not None:
+        if (kept := keep(z_C, weight_C, total, settings)) is not None:
             ids_C, scaled_C, weight_C = ids_C[kept], scaled_C[kept], weight_C[kept]
         return builder.add(ids_C, scaled_C, weight_C, total if len(ids_C) < finite else None)
     scaled_V = scaled(z_V, top, settings.temperature)
-    np.exp(scaled_V, out=weight_V)
+    weight_V = np.exp(scaled_V)
     total = float(weight_V.sum())
     kept_K = keep(z_V, weight_V, total, settings)
     if kept_K is None and finite < vocab_size:

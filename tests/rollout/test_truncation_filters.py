@@ -101,3 +101,10 @@ def test_nothing_to_filter_is_said_without_a_list():
     z = np.zeros(4)
     assert keep(z, np.exp(z), 4.0, SamplingParams()) is None
     assert keep(z, np.exp(z), 4.0, SamplingParams(top_k=4)) is None
+
+
+def test_ties_at_the_last_place_go_to_the_lower_ids():
+    z = np.zeros(4_000, np.float32)
+    z[1_000:1_400] = 1.0
+    kept = keep(z, np.exp(z.astype(np.float64) - 1), 0.0, SamplingParams(top_k=300, top_p=0.5))
+    assert kept.tolist() == list(range(1_000, 1_150))

@@ -69,3 +69,26 @@ def test_rows_can_be_taken_by_mask_and_by_index(kept):
 def test_rows_and_ids_that_do_not_exist_are_refused(kept, rows, ids):
     with pytest.raises(InvalidInput, match=r"rows must lie in \[0, 5\)"):
         kept.logprobs_of(rows, ids)
+
+
+def test_a_tensor_is_read_as_it_lies():
+    paddle = pytest.importorskip("paddle", reason="needs Paddle")
+    logits = np.random.default_rng(0).standard_normal((6, 40)).astype(np.float32)
+    whole, transposed = paddle.to_tensor(logits), paddle.to_tensor(np.ascontiguousarray(logits.T)).T
+    settings = [SamplingParams(top_k=3)] * 6
+    for tensor, expected in ((whole, logits), (transposed, logits), (whole[2:5], logits[2:5])):
+        kept = truncate(tensor, settings[: len(expected)])
+        np.testing.assert_array_equal(kept.ids_N, truncate(expected, settings[: len(expected)]).ids_N)
+    assert len(truncate(whole[:0], [])) == 0
+
+
+def test_a_full_row_outlives_the_tensor_it_came_from():
+    paddle = pytest.importorskip("paddle", reason="needs Paddle")
+    logits = np.random.default_rng(0).standard_normal((2, 5_000)).astype(np.float32)
+    tensor = paddle.to_tensor(logits)
+    kept, expected = truncate(tensor, [SamplingParams()] * 2), truncate(logits, [SamplingParams()] * 2)
+    tensor.cast_("float64") if hasattr(tensor, "cast_") else None
+    del tensor
+    others = [paddle.full([2, 5_000], 9.0) for _ in range(20)]
+    np.testing.assert_array_equal(kept.members(1)[1], expected.members(1)[1])
+    assert len(others) == 20

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,9 @@ from keptset.trainer_bridge.scoring import (
     DenseHeadGradient,
     Head,
     RowSparseHeadGradient,
-    host_pass,
     score_from_hidden,
     score_from_logits,
 )
-
-from .conftest import Paddle
 
 TOKENS, VOCAB, HIDDEN = 24, 50, 8
 TIGHT = 1 << 16
@@ -486,43 +482,3 @@ def test_working_memory_stays_within_its_bound(
     else:
         largest = trainer.largest_tensor(both_ways, besides=((tokens, hidden_size), (vocab, hidden_size)))
         assert largest <= max(scratch_bytes, 8 * sizes.sum())
-
-
-TWO_TOKENS: dict[str, Any] = {"token_ids_T": [1, 2], "temperature_T": [0.01, 0.01]}
-LISTED: dict[str, Any] = TWO_TOKENS | {"kept_offsets_T1": [0, 2, 4], "kept_ids_N": [1, 3, 2, 5]}
-WITH_FULL: dict[str, Any] = TWO_TOKENS | {"kept_offsets_T1": [0, 2, 2], "kept_ids_N": [1, 3], "full_T": [False, True]}
-
-
-@pytest.mark.parametrize("listed", [True, False])
-def test_numpy_does_whole_passes_for_paddle_where_all_sets_are_listed(
-    arrays: Any, listed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paddle = Paddle()
-    hidden, weight, _ = leaves(paddle, arrays)
-    passes = []
-    of = host_pass.HostPass.of
-    monkeypatch.setattr(host_pass.HostPass, "of", lambda *given: passes.append(of(*given)) or passes[-1])
-    score_from_hidden(hidden, Head(weight_VH=weight), **(LISTED if listed else WITH_FULL), rows_T=[0, 1])
-    assert [found is not None for found in passes] == [listed]
-
-
-def test_a_buffer_that_was_replaced_by_one_out_of_reach_is_not_passed_over(arrays: Any) -> None:
-    paddle = Paddle()
-    hidden, weight, _ = leaves(paddle, arrays)
-    sink = DenseHeadGradient(paddle.tensor(np.zeros((VOCAB, HIDDEN))))
-    scores = score_from_hidden(hidden, Head(weight_VH=weight), **LISTED, rows_T=[0, 1], head_gradient=sink)
-    sink.weight_VH = paddle.tensor(np.zeros((HIDDEN, VOCAB))).T
-    if sink.weight_VH.is_contiguous():
-        pytest.skip("this Paddle copies where it transposes")
-    with pytest.raises(Exception, match="replaced between forward and backward"):
-        scores.logprobs_T.sum().backward()
-
-
-def test_scores_beyond_float32_are_infinite_without_a_warning(arrays: Any) -> None:
-    paddle = Paddle()
-    hidden, weight, _ = (paddle.tensor(array * 1e19) for array in arrays)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scores = score_from_hidden(hidden, Head(weight_VH=weight), **LISTED, rows_T=[0, 1])
-    logprobs = paddle.host(scores.logprobs_T)
-    assert ((logprobs == 0) | np.isneginf(logprobs) | np.isnan(logprobs)).all()
