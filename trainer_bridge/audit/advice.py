@@ -101,9 +101,11 @@ ADVICE: Mapping[FindingKind, Advice] = {
         "Have the engine record what it kept, or sample these without truncation.",
     ),
     FindingKind.DISTRIBUTION: _advice(
-        "A recorded kept distribution does not sum to 1, or gives the token another b, or another H, than recorded.",
+        "A recorded kept distribution does not sum to 1, or gives the token another b, or another H, than recorded; or "
+        "H, Var or full_logprobs is a number that none can have.",
         "Rows without their distribution; whether b or the distribution is wrong. A model tells.",
-        "Check that the distribution is renormalised after the last filter, and that b is taken from it.",
+        "Check that the distribution is renormalised after the last filter, that b is taken from it, and that H and "
+        "Var are of it too, in nats.",
     ),
     FindingKind.LOGPROB_MISMATCH: _advice(
         "With the weights that drew the token, b is not the score over the recorded set, and no known fault explains "

@@ -13,6 +13,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 import keptset
 from keptset.schemas.errors import StorageError
 from keptset.trainer_bridge.audit.options import AuditOptions
@@ -43,7 +46,10 @@ class Checkpoint:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise StorageError(f"cannot make work folder {folder}: {error.strerror or error}") from error
-        told = [(unit.file, unit.first, unit.last, unit.start, unit.uncounted.tobytes()) for unit in plan.units]
+        told = [
+            (unit.file, unit.first, unit.last, unit.start, unit.uncounted.tobytes(), _bytes(unit.chosen))
+            for unit in plan.units
+        ]
         digest = hashlib.blake2b(
             repr((keptset.__version__, options.digest(), plan.damaged, told)).encode(), digest_size=16
         ).hexdigest()
@@ -87,3 +93,7 @@ class Checkpoint:
         """The audit is done."""
         if self.folder is not None:
             (self.folder / _NAME).unlink(missing_ok=True)
+
+
+def _bytes(rows: NDArray[np.int64] | None) -> bytes | None:
+    return None if rows is None else rows.tobytes()

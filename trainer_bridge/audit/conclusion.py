@@ -14,10 +14,9 @@ from keptset.trainer_bridge.audit.checks.worst import Worst, WorstPlace
 from keptset.trainer_bridge.audit.options import AuditOptions
 from keptset.trainer_bridge.audit.partial import Partial
 from keptset.trainer_bridge.audit.planning import Plan, Unit
-from keptset.trainer_bridge.audit.reading.files import read
 from keptset.trainer_bridge.audit.report import AuditReport, ShownResponse, Totals
 from keptset.trainer_bridge.audit.shown import shown_response
-from keptset.trainer_bridge.audit.unit_audit import scorer_of
+from keptset.trainer_bridge.audit.unit_audit import batches_of, scorer_of
 from keptset.trainer_bridge.audit.verdict import decide, fold, verdict_line, worst_severity
 
 
@@ -85,7 +84,7 @@ def _shown(places: Sequence[WorstPlace], plan: Plan, options: AuditOptions) -> t
 
 def _rows(unit: Unit, places: Sequence[WorstPlace], options: AuditOptions) -> Iterator[tuple[WorstPlace, RolloutBatch]]:
     first_row = 0
-    for batch in read(unit.file, unit.first, unit.last, start=unit.start, unguarded=options.unguarded):
+    for batch in batches_of(unit, options):
         for place in places:
             if first_row <= place.row < first_row + len(batch):
                 yield place, batch.slice(place.row - first_row, 1)

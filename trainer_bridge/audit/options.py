@@ -49,8 +49,8 @@ class AuditOptions:
     filtered: bool = False
     """Rollouts were chosen by reward, or otherwise by what was drawn: tests of the draws are then informational."""
     sample: int | None = None
-    """Responses to look at, for a quick look: whole units of work are chosen at random until they hold as many. What is
-    repeated is looked for among the files that were opened for it. None: everything."""
+    """Responses to look at, for a quick look, chosen at random from pieces of files chosen at random. What is repeated
+    is looked for among all responses of the files that were opened for it. None: everything."""
     seed: int = 0
     """Of that choice, and of what else an audit draws."""
     workers: int | None = None

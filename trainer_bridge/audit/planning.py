@@ -29,6 +29,8 @@ from keptset.trainer_bridge.audit.reading.row_keys import KEY_COLUMNS, keys_of
 
 UNIT_BYTES = 2**23
 """Of a file, about: some million kept ids."""
+SAMPLED_PLACES = 8
+"""A sample comes from so many files and units at least: rows next to each other are of one prompt, or one step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +45,13 @@ class Unit:
     start: int
     """Byte where they begin, in an open spool file."""
     rows: int
+    """That are looked at."""
     size: int
-    """Bytes of the file, about."""
+    """Bytes of the file that they take, about."""
     uncounted: NDArray[np.int64]
-    """Rows of the unit that repeat others, ascending."""
+    """Those that repeat others, as numbers among the rows that are looked at, ascending."""
+    chosen: NDArray[np.int64] | None = None
+    """Rows of the parts that are looked at, ascending; None: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +80,10 @@ def plan(paths: Sequence[str | Path], options: AuditOptions) -> Plan:
     if options.sample is not None:
         inputs = [inputs[i] for i in np.random.default_rng(options.seed).permutation(len(inputs))]
     with _Survey(options) as survey:
-        for file in inputs:
-            survey.look_at(file)
-            if options.sample is not None and survey.rows >= options.sample:
+        for looked, file in enumerate(inputs):
+            if options.sample is not None and looked >= SAMPLED_PLACES and survey.rows >= options.sample:
                 break
+            survey.look_at(file)
         if not survey.places and survey.failures:
             raise survey.failures[0][1]
         repeats = find_repeats(survey.ids, survey.seeds, survey.places, unguarded=options.unguarded)
@@ -168,10 +173,28 @@ def _unit(number: int, parts: Sequence[PartPlace], bytes_per_row: float, repeats
 
 
 def _sampled(units: Sequence[Unit], responses: int, seed: int) -> list[Unit]:
-    """Units at random until they hold so many responses, in their order."""
-    chosen: list[Unit] = []
-    for index in np.random.default_rng([seed, 1]).permutation(len(units)).tolist():
-        if sum(unit.rows for unit in chosen) >= responses:
+    """So many responses at random, of units at random, in their order."""
+    generator = np.random.default_rng([seed, 1])
+    opened: list[Unit] = []
+    for index in generator.permutation(len(units)).tolist():
+        if len(opened) >= SAMPLED_PLACES and sum(unit.rows for unit in opened) >= responses:
             break
-        chosen.append(units[index])
-    return [replace(unit, number=n) for n, unit in enumerate(sorted(chosen, key=lambda unit: unit.number))]
+        opened.append(units[index])
+    opened.sort(key=lambda unit: unit.number)
+    ends = np.cumsum([unit.rows for unit in opened])
+    total = int(ends[-1]) if opened else 0
+    picked = np.sort(generator.choice(total, min(responses, total), replace=False))
+    of_unit = np.split(picked, np.searchsorted(picked, ends))
+    reduced = [_reduced(unit, rows - (end - unit.rows)) for unit, rows, end in zip(opened, of_unit, ends, strict=False)]
+    return [replace(unit, number=number) for number, unit in enumerate(unit for unit in reduced if unit.rows)]
+
+
+def _reduced(unit: Unit, chosen: NDArray[np.int64]) -> Unit:
+    """A unit of which these rows alone are looked at."""
+    return replace(
+        unit,
+        rows=len(chosen),
+        size=round(unit.size * len(chosen) / unit.rows) if unit.rows else 0,
+        uncounted=np.flatnonzero(np.isin(chosen, unit.uncounted)),
+        chosen=chosen,
+    )

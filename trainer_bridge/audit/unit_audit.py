@@ -45,9 +45,8 @@ def audit_unit(unit: Unit, options: AuditOptions) -> Partial:
 def audited_batches(unit: Unit, options: AuditOptions) -> Iterator[AuditedBatch]:
     """The batches of a unit as the checks see them. Errors: as `read`."""
     scorer = scorer_of(options)
-    batches = read(unit.file, unit.first, unit.last, start=unit.start, unguarded=options.unguarded)
     first_row = 0
-    for number, batch in enumerate(pieces(batches)):
+    for number, batch in enumerate(pieces(batches_of(unit, options))):
         begin, end = np.searchsorted(unit.uncounted, [first_row, first_row + len(batch)])
         yield audited(
             batch,
@@ -58,6 +57,20 @@ def audited_batches(unit: Unit, options: AuditOptions) -> Iterator[AuditedBatch]
             uncounted=unit.uncounted[begin:end] - first_row,
             scorer=scorer,
         )
+        first_row += len(batch)
+
+
+def batches_of(unit: Unit, options: AuditOptions) -> Iterator[RolloutBatch]:
+    """The rows of a unit that are looked at, as they come from its file. Errors: as `read`."""
+    batches = read(unit.file, unit.first, unit.last, start=unit.start, unguarded=options.unguarded)
+    if unit.chosen is None:
+        yield from batches
+        return
+    first_row = 0
+    for batch in batches:
+        begin, end = np.searchsorted(unit.chosen, [first_row, first_row + len(batch)])
+        if end > begin:
+            yield batch.take(unit.chosen[begin:end] - first_row)
         first_row += len(batch)
 
 

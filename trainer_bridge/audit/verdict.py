@@ -137,4 +137,5 @@ def verdict_line(findings: Sequence[AuditFinding], totals: Totals, not_tested: i
     if not told:
         return f"Nothing wrong was found in {looked}{tail}."
     first = findings[0]
-    return f"{' and '.join(told)} in {looked}, first of all {first.kind.value}: {first.kind.meaning}{tail}."
+    which = "" if sum(n for n, _ in counts) == 1 else "first of all "
+    return f"{' and '.join(told)} in {looked}, {which}{first.kind.value}: {first.kind.meaning}{tail}."

@@ -13,14 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from keptset.schemas.errors import InvalidInput, KeptsetError
 from keptset.schemas.findings import FindingKind
-from keptset.schemas.rollout_batch import RolloutBatch
+from keptset.schemas.rollout_batch import RolloutBatch, concat_batches
 from keptset.schemas.storage.archive import write_archive
 from keptset.schemas.storage.spool import SpoolWriter
 from keptset.trainer_bridge.audit import AuditOptions, AuditReport, Partial, Progress, audit, audit_unit, conclude, plan
+from keptset.trainer_bridge.audit.unit_audit import batches_of
 
 planning = importlib.import_module("keptset.trainer_bridge.audit.planning")
 pieces = importlib.import_module("keptset.trainer_bridge.audit.pieces")
@@ -239,11 +241,30 @@ def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any], message: str
         AuditOptions(**wrong)
 
 
-def test_a_sample_reads_whole_units_and_says_how_much_it_read(batch: RolloutBatch, tmp_path: Path) -> None:
+def test_a_sample_takes_so_many_rows_and_says_how_much_that_is(batch: RolloutBatch, tmp_path: Path) -> None:
     folder = in_parts(batch, tmp_path / "spool", [6] * 10, files=True)
     report = audit([folder], replace(ALONE, sample=15))
-    assert report.totals.responses == 18
-    assert report.totals.share_read == pytest.approx(0.3, abs=0.05)
-    assert "a sample of 18 responses" in report.verdict
+    assert report.totals.responses == 15
+    assert 0.15 < report.totals.share_read < 0.35
+    assert "a sample of 15 responses" in report.verdict
     assert audit([folder], replace(ALONE, sample=15)) == report
-    assert audit([folder], replace(ALONE, sample=1000)).totals.share_read == 1
+    everything = audit([folder], replace(ALONE, sample=1000))
+    assert everything.totals.share_read == 1
+    assert everything.totals == audit([folder], ALONE).totals
+
+
+def test_a_sample_is_of_more_than_one_place_and_knows_its_repeats(batch: RolloutBatch, tmp_path: Path) -> None:
+    twice = concat_batches([batch.slice(0, 30), batch.slice(0, 30)])
+    folder = in_parts(twice, tmp_path / "spool", [5] * 12, files=True)
+    options = replace(ALONE, sample=40)
+    found = plan([folder], options)
+    assert sum(unit.rows for unit in found.units) == 40
+    assert len(found.units) >= 8
+    read = [one for unit in found.units for one in batches_of(unit, options)]
+    assert [len(one) for one in read] == [unit.rows for unit in found.units]
+    seen: set[str] = set()
+    for unit, one in zip(found.units, read, strict=True):
+        counted = np.setdiff1d(np.arange(unit.rows), unit.uncounted)
+        ids = [one.rollout_ids[row] for row in counted]
+        assert seen.isdisjoint(ids), "a row that repeats another does not count, whichever of its rows were chosen"
+        seen.update(ids)

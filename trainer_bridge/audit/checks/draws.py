@@ -69,9 +69,9 @@ class Draws(Check):
         count = 0 if self._counts is None else int(self._counts.sum())
         if self._counts is None or count < FEWEST:
             reason = (
-                "it needs whole kept distributions (kept_logprobs, recorded on a share of the responses, or those of a "
-                f"model that agrees with the recorded log-probabilities) with at least {FEWEST} sampled tokens that "
-                f"had a choice, in responses without an error that repeat no other's id or seed; there are {count}"
+                f"it needs {FEWEST} sampled tokens or more whose whole kept distribution is known, from kept_logprobs "
+                f"recorded on a share of the responses or from a model that agrees with b; there are {count} (sets of "
+                "one, responses with errors, and repeats of an id or a seed do not count)"
             )
             return Outcome(not_tested=(NotTested(check=NAME, reason=reason),))
         d = distance(self._counts)
