@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -33,7 +32,7 @@ from keptset.scripts.table import open_console
 from keptset.trainer_bridge.audit.against import compare
 from keptset.trainer_bridge.audit.comparison import Comparison
 from keptset.trainer_bridge.audit.options import AuditOptions, BatchScorer, Progress
-from keptset.trainer_bridge.audit.recorded_logprobs import RecordedScorer
+from keptset.trainer_bridge.audit.recorded_logprobs import RecordedColumn
 from keptset.trainer_bridge.audit.report import AuditReport
 from keptset.trainer_bridge.audit.runner import audit
 from keptset.trainer_bridge.usable_cores import usable_cores
@@ -175,7 +174,7 @@ def _scorer(models: list[str], column: str | None) -> Callable[[], BatchScorer] 
     if models and column is not None:
         raise InvalidInput("scores come from a model or from a column: give --model or --trainer-logprobs, not both")
     if column is not None:
-        return partial(RecordedScorer, column=column)
+        return RecordedColumn(column=column)
     if models:
         from keptset.scripts.audit_scorers import model_folders
 

@@ -159,6 +159,32 @@ def test_scores_of_a_column_give_ratios(run: Run, spool: Path) -> None:
     assert sum(told(out)["kept_log_ratios"]["counts"]) == RESPONSES * TOKENS
 
 
+def test_a_column_that_no_file_has_is_wrong_use_and_so_is_one_of_the_schema(run: Run, spool: Path) -> None:
+    (file,) = spool.glob("*.arrow")
+    code, out, err = run(spool, "--trainer-logprobs", "x_nope")
+    assert (code, out) == (2, "")
+    assert err == f"keptset: no file has a column x_nope; the caller's own columns of {file} are: x_l\n"
+    code, out, err = run(spool, "--trainer-logprobs", "behavior_logprobs")
+    assert (code, out) == (2, "") and "behavior_logprobs is a column of the schema" in err
+
+
+def test_a_column_that_some_files_lack_is_counted_there(run: Run, batches: list[RolloutBatch], tmp_path: Path) -> None:
+    without = RolloutBatch.from_arrow(batches[0].arrow.drop_columns(["x_l"]))
+    lacking, having = spool_of(tmp_path / "lacking", [without]), spool_of(tmp_path / "having", batches[1:])
+    _, out, err = run(lacking, having, "--trainer-logprobs", "x_l", "--json")
+    (reason,) = (entry["reason"] for entry in told(out)["not_tested"] if entry["check"] == "scores")
+    assert err == "" and reason.startswith("20 of 60 responses could not be scored: no column x_l")
+
+
+def test_where_nothing_could_be_scored_that_is_the_one_reason(
+    run: Run, batches: list[RolloutBatch], tmp_path: Path
+) -> None:
+    nothing = spool_of(tmp_path / "nothing", [changed(batches[0], "x_l", lambda rows: [None] * len(rows))])
+    _, out, _ = run(nothing, "--trainer-logprobs", "x_l", "--json")
+    reasons = {entry["reason"] for entry in told(out)["not_tested"] if entry["check"] != "staleness"}
+    assert reasons == {"20 of 20 responses could not be scored: x_l is null (20)"}
+
+
 def test_a_model_gives_ratios_over_kept_sets_and_over_the_vocabulary(
     run: Run, repository: Path, tmp_path: Path
 ) -> None:

@@ -9,7 +9,9 @@ from dataclasses import replace
 from keptset.schemas.columns import Identity
 from keptset.schemas.errors import DamagedFile, SchemaError, StorageError
 from keptset.schemas.rollout_batch import RolloutBatch
-from keptset.trainer_bridge.audit.checks import not_asked_for
+from keptset.trainer_bridge.audit.check import Check, NotTested, Outcome
+from keptset.trainer_bridge.audit.checks import NEED_SCORES, not_asked_for
+from keptset.trainer_bridge.audit.checks.ratios import Ratios
 from keptset.trainer_bridge.audit.checks.worst import Worst, WorstPlace
 from keptset.trainer_bridge.audit.options import AuditOptions
 from keptset.trainer_bridge.audit.partial import Partial
@@ -25,7 +27,7 @@ def conclude(partial: Partial, plan: Plan, options: AuditOptions) -> AuditReport
     outcomes = [check.outcome() for check in partial.checks]
     tests = [test for outcome in outcomes for test in outcome.tests]
     evidence = [*(e for outcome in outcomes for e in outcome.evidence), *plan.repeats]
-    not_tested = (*(entry for outcome in outcomes for entry in outcome.not_tested), *not_asked_for(options))
+    not_tested = (*_not_tested(partial.checks, outcomes), *not_asked_for(options))
     results = decide(tests, family_level=options.family_level, filtered=options.filtered)
     findings = fold(evidence, results, partial.responses, options.family_level)
     known = {entry.rollout_id for entry in plan.damaged}
@@ -64,6 +66,17 @@ def conclude(partial: Partial, plan: Plan, options: AuditOptions) -> AuditReport
         report = check.contribute(report)
     places = [place for check in partial.checks if isinstance(check, Worst) for place in check.places]
     return replace(report, worst=_shown(places, plan, options))
+
+
+def _not_tested(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> Iterator[NotTested]:
+    """What the checks could not test. Where nothing could be scored, every check of scores has that one reason."""
+    reasons = [
+        outcome.not_tested[0].reason
+        for check, outcome in zip(checks, outcomes, strict=True)
+        if isinstance(check, Ratios) and check.scored_nothing
+    ]
+    for entry in (entry for outcome in outcomes for entry in outcome.not_tested):
+        yield replace(entry, reason=reasons[0]) if reasons and entry.check in NEED_SCORES else entry
 
 
 def _told(identity: Identity) -> dict[str, str]:

@@ -11,22 +11,64 @@ Legend: T sampled tokens, B responses.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
-from keptset.schemas.columns import LogprobDomain
+from keptset.schemas.columns import BY_NAME, LogprobDomain
+from keptset.schemas.errors import DamagedFile, InvalidInput, SchemaError, StorageError
 from keptset.schemas.findings import FindingKind
 from keptset.schemas.ragged import Ragged, is_list_like, without_list_views
 from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.trainer_bridge.audit.audited_batch import TokenScores
 from keptset.trainer_bridge.audit.explanations import from_scores
+from keptset.trainer_bridge.audit.planning import Unit
+from keptset.trainer_bridge.audit.reading.files import read
 from keptset.trainer_bridge.audit.residuals import Floats, affected_responses, residuals
 from keptset.trainer_bridge.audit.weights import drawn_by
 from keptset.trainer_bridge.sampled_tokens import UNKNOWN_VERSION, Bools, Ints, SampledTokens, sampled_tokens
 
 VERSION_SUFFIX = "_version"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedColumn:
+    """Makes the scorer of a column. Errors: InvalidInput for a column of the schema, which no trainer recorded."""
+
+    column: str
+
+    def __post_init__(self) -> None:
+        if self.column in BY_NAME:
+            raise InvalidInput(
+                f"{self.column} is a column of the schema, so the record would be held against itself; name the "
+                "column in which the trainer recorded its own log-probabilities, x_ and a name"
+            )
+
+    def __call__(self) -> RecordedScorer:
+        return RecordedScorer(column=self.column)
+
+    def require(self, units: Iterable[Unit], *, unguarded: bool) -> None:
+        """Look for the column in the files of these units, up to the first that has it; what cannot be read is passed
+        over here.
+
+        Errors: InvalidInput where files can be read and none has it.
+        """
+        by_file: dict[str, Unit] = {}
+        for unit in units:
+            by_file.setdefault(unit.file.shown, unit)
+        looked_at: list[str] = []
+        for unit in by_file.values():
+            with contextlib.suppress(DamagedFile, SchemaError, StorageError):
+                for batch in read(unit.file, unit.first, unit.first + 1, start=unit.start, unguarded=unguarded):
+                    if self.column in batch.arrow.schema.names:
+                        return
+                    own = ", ".join(batch.extra_columns) or "none"
+                    looked_at.append(f"the caller's own columns of {unit.file.shown} are: {own}")
+        if looked_at:
+            raise InvalidInput(f"no file has a column {self.column}; {looked_at[0]}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from keptset.trainer_bridge.audit.conclusion import conclude
 from keptset.trainer_bridge.audit.options import AuditOptions, Progress
 from keptset.trainer_bridge.audit.partial import Partial
 from keptset.trainer_bridge.audit.planning import Unit, plan
+from keptset.trainer_bridge.audit.recorded_logprobs import RecordedColumn
 from keptset.trainer_bridge.audit.report import AuditReport
 from keptset.trainer_bridge.audit.unit_audit import audit_unit
 from keptset.trainer_bridge.usable_cores import usable_cores
@@ -40,11 +41,13 @@ def audit(
 
     `spread` works the units elsewhere than in processes of this machine.
 
-    Errors: InvalidInput for settings; StorageError or SchemaError where there is nothing that can be read. Damaged
-    files among others are named in the report.
+    Errors: InvalidInput for settings, and for a column of scores that no file has; StorageError or SchemaError where
+    there is nothing that can be read. Damaged files among others are named in the report.
     """
     options = options or AuditOptions()
     planned = plan(paths, options)
+    if isinstance(options.scorer, RecordedColumn):
+        options.scorer.require(planned.units, unguarded=options.unguarded)
     checkpoint = Checkpoint.of(planned, options)
     done, total = checkpoint.load() or (0, Partial.start(options))
     going_on = f"going on: {done} of {len(planned.units)} units of work are done already" if done else None

@@ -165,6 +165,11 @@ class Ratios(Check):
         add_reasons(self._foreign, other._foreign)
         self._responses += other._responses
 
+    @property
+    def scored_nothing(self) -> bool:
+        """Whether not one response could be scored, where there are any."""
+        return bool(self._responses) and sum(self._refused.values()) >= self._responses
+
     def outcome(self) -> Outcome:
         told = []
         if self._refused:
