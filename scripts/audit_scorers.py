@@ -5,13 +5,14 @@ Legend: P positions, B responses.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keptset.schemas.errors import InvalidInput, MissingDependency
+from keptset.schemas.errors import CheckpointError, InvalidInput, MissingDependency
 from keptset.trainer_bridge.audit.scorer import Scorer
 from keptset.trainer_bridge.audit.token_scores import ModelScorer
 from keptset.trainer_bridge.sampled_tokens import Ints
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from keptset.rollout.models import Decoder
 
 
+_WEIGHTS = ".json", ".safetensors", ".bin"
+"""How the names of a checkpoint's files end: config, index, weights."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpenModel:
     """Opens the folders when it is called, once in each process that scores. All of them are held in memory."""
@@ -28,6 +33,8 @@ class OpenModel:
     folders: tuple[tuple[int | None, str], ...]
     """Version and folder; the one version None: whatever drew the tokens."""
     dtype: str = "float32"
+    files: tuple[tuple[str, int, int], ...] = ()
+    """Config and weights that lie there, each with size and time of change: other weights are another model."""
 
     def __call__(self) -> ModelScorer:
         """Errors: CheckpointError for a folder that cannot be read or a model that is not supported; InvalidInput where
@@ -56,6 +63,8 @@ def model_folders(given: Sequence[str]) -> OpenModel:
     Errors: InvalidInput where a folder is not there, a version is given twice, or one is given without its version
     beside others.
 
+    Folders are absolute: the same from wherever an interrupted audit is started again.
+
     >>> model_folders(["/"]).folders, model_folders(["3=/", "4=/"]).folders
     (((None, '/'),), ((3, '/'), (4, '/')))
     """
@@ -71,10 +80,23 @@ def model_folders(given: Sequence[str]) -> OpenModel:
             raise InvalidInput(
                 f"--model {folder} is no folder; name a Hugging Face folder with config.json and weights"
             )
-        folders[key] = folder
+        folders[key] = os.path.abspath(folder)
     if None in folders and len(folders) > 1:
         raise InvalidInput(f"--model {folders[None]} has no version beside others that have: write VERSION=FOLDER")
-    return OpenModel(folders=tuple(sorted(folders.items(), key=lambda item: item[0] or 0)))
+    return OpenModel(
+        folders=tuple(sorted(folders.items(), key=lambda item: item[0] or 0)),
+        files=tuple(file for folder in folders.values() for file in _files(folder)),
+    )
+
+
+def _files(folder: str) -> list[tuple[str, int, int]]:
+    """Errors: CheckpointError where the folder cannot be looked at."""
+    try:
+        paths = sorted(path for path in Path(folder).iterdir() if path.suffix in _WEIGHTS and path.is_file())
+        states = [(path, path.stat()) for path in paths]
+    except OSError as error:
+        raise CheckpointError(f"cannot look at {error.filename}: {error.strerror or error}") from error
+    return [(str(path), state.st_size, state.st_mtime_ns) for path, state in states]
 
 
 class DecoderScorer:

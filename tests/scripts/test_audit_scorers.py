@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +101,26 @@ def test_responses_of_two_versions_are_each_held_against_their_own(decoders: Map
     check = Explanations(AuditOptions())
     check.add(audited(batch, scorer=swapped))
     assert [found.kind for found in check.outcome().evidence] == [FindingKind.WRONG_VERSION]
+
+
+def test_new_weights_in_the_same_folder_are_another_audit_and_another_way_to_name_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def digest(folder: str | Path) -> str:
+        return AuditOptions(scorer=model_folders([f"3={folder}"])).digest()
+
+    folder = Path(shutil.copytree(FOLDER, tmp_path / "model"))
+    before = digest(folder)
+    monkeypatch.chdir(tmp_path)
+    assert digest("model") == digest("./model/../model") == before
+    (folder / "README.md").write_text("no weights")
+    assert digest(folder) == before
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes())
+    os.utime(weights, ns=(0, 0))
+    assert digest(folder) != before
+    monkeypatch.chdir(Path(shutil.copytree(tmp_path, tmp_path.with_name("elsewhere"))))
+    assert digest("model") != digest(folder)
 
 
 def test_what_model_is_given_wrongly_is_refused(tmp_path: Path) -> None:
