@@ -1,7 +1,8 @@
 """`keptset audit --ray`: the units of an audit as a Ray Data job, added up here in their order.
 
-A task works a run of consecutive units and hands back their sum, so what comes here is small, and it comes as it is
-asked for: Ray holds tasks back while nobody takes what others have done.
+A task works a run of consecutive units and hands back the sums of each: those of floats are the same to the last digit
+only where they are added up as a machine alone would do it. They come as they are asked for: Ray holds tasks back while
+nobody takes what others have done.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _TASKS_EACH = 4
 _RETRIES = 3
 """Of a task whose process or node is lost; Ray Data alone would try for ever."""
 _ANSWER_SECONDS = 10.0
-_BLOCK_BYTES = 2**20
+_BLOCK_BYTES = 2**23
 """Above what a task hands back."""
 _ADDRESS = re.compile(r"auto|local|ray://.+|[\w.-]+:\d+|\[[\da-fA-F:]+\]:\d+")
 
@@ -115,16 +116,16 @@ class _Done:
 
     first: int
     """Its first unit's number."""
-    units: int
-    result: Partial | KeptsetError
-    """The sum, or why there is none."""
+    sums: tuple[Partial, ...]
+    """Of its units, one by one, up to a failure."""
+    failure: KeptsetError | None
     not_there: tuple[str, ...]
     """Files that this node does not see."""
     node: str
 
 
 def _spread(units: Sequence[Unit], options: AuditOptions) -> Iterator[tuple[int, Partial]]:
-    """The sums of runs of units, in their order, each with how many units it is of."""
+    """`Spread` over Ray."""
     import ray
     from ray.exceptions import RayError
 
@@ -150,8 +151,12 @@ def _spread(units: Sequence[Unit], options: AuditOptions) -> Iterator[tuple[int,
             for told in _blocks(tasks):
                 done: _Done = pickle.loads(zlib.decompress(told))
                 assert done.first == number, "Ray Data keeps the order of its blocks"
-                number += done.units
-                yield done.units, _checked(done)
+                _check_files(done)
+                for partial in done.sums:
+                    yield 1, partial
+                if done.failure is not None:
+                    raise done.failure
+                number += len(done.sums)
     except RayError as error:
         raise KeptsetError(
             f"the audit failed on Ray: {_told(error)}. Every node needs this Python, the same keptset (`ray job submit "
@@ -190,20 +195,20 @@ def _work(row: dict[str, Any], *, options: AuditOptions, folder: str, threads: i
     if threads is not None:
         configure(threads)
         os.environ.pop(CHOSEN, None)  # now an order, which the scorer leaves alone
-    total = Partial.start(options)
+    sums: list[Partial] = []
     failure: KeptsetError | None = None
     names = dict.fromkeys(unit.file.shown for unit in units if not unit.file.remote)
     with _in_folder(folder):
         try:
             for unit in units:
-                total.merge(audit_unit(unit, options))
+                sums.append(audit_unit(unit, options))
         except KeptsetError as error:
             failure = error
         not_there = tuple(name for name in names if not os.path.exists(name))
     done = _Done(
         first=units[0].number,
-        units=len(units),
-        result=failure or total,
+        sums=tuple(sums),
+        failure=failure,
         not_there=not_there,
         node=ray.util.get_node_ip_address(),
     )
@@ -211,17 +216,14 @@ def _work(row: dict[str, Any], *, options: AuditOptions, folder: str, threads: i
     return {"done": zlib.compress(pickle.dumps(done, protocol=5), level=1)}
 
 
-def _checked(done: _Done) -> Partial:
-    """Its sum. Errors: the task's own; StorageError where its node does not see a file that is there."""
-    if isinstance(done.result, KeptsetError):
-        raise done.result
+def _check_files(done: _Done) -> None:
+    """Errors: StorageError where the task's node does not see a file that is there."""
     for name in done.not_there:
         if os.path.exists(name):
             raise StorageError(
                 f"node {done.node} does not see {os.path.abspath(name)}: on a cluster, paths must mean the same files "
                 "on every node; name a folder that all of them mount, or an address such as s3://"
             )
-    return done.result
 
 
 def _cores_of_a_node() -> int:

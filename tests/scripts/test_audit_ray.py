@@ -11,17 +11,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
 ray = pytest.importorskip("ray", reason="needs the package ray")
 pytest.importorskip("ray.cluster_utils")
 pytest.importorskip("pandas", reason="Ray Data needs the package pandas")
 
-from keptset.schemas.storage.spool import SpoolWriter  # noqa: E402
+from keptset.schemas.rollout_batch import RolloutBatch  # noqa: E402
+from keptset.schemas.storage.spool import SpoolReader, SpoolWriter  # noqa: E402
 from keptset.scripts import main  # noqa: E402
 from keptset.scripts.audit_ray import audit_on_ray  # noqa: E402
 from keptset.scripts.bench_wire_rollouts import made_up_rollouts  # noqa: E402
 from keptset.trainer_bridge.audit import AuditOptions, Progress, audit  # noqa: E402
+from keptset.trainer_bridge.audit.recorded_logprobs import RecordedColumn  # noqa: E402
 
 # Ray Data sets options of its own that it deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -79,6 +83,21 @@ def test_a_cluster_gives_the_same_report_and_tells_how_far_it_is(cluster: str, s
     done = [now.units_done for now in seen]
     assert done[0] == 0 and done[-1] == FILES + 1 and done == sorted(done) and len(done) > 4
     assert not ray.is_initialized()
+
+
+def test_ratios_are_the_same_to_the_last_digit(cluster: str, spool: Path, tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    with SpoolWriter(tmp_path / "scored", fsync="never") as writer:
+        for batch in SpoolReader(spool):
+            b = batch.arrow.column("behavior_logprobs")
+            off = np.float32(generator.normal(0.0, 0.1, len(b.flatten())))
+            scores = pa.ListArray.from_arrays(b.offsets, pa.array(b.flatten().to_numpy() + off))
+            writer.append(RolloutBatch.from_arrow(batch.arrow.append_column("x_trainer", scores)))
+            writer.rotate()
+    options = AuditOptions(workers=1, scorer=RecordedColumn(column="x_trainer"))
+    alone = audit([tmp_path / "scored"], options)
+    assert all(row.kept_ratio and row.kept_ratio.std_error for row in alone.settings)
+    assert audit_on_ray([tmp_path / "scored"], options, cluster) == alone
 
 
 def test_the_command_ends_and_prints_alike_with_a_ray_of_its_own(
