@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
@@ -20,17 +19,14 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from keptset.schemas.errors import InvalidInput, MissingDependency
+from keptset.schemas.errors import CheckpointError, InvalidInput
 from keptset.schemas.findings import Severity
-from keptset.scripts.audit_json import to_json
+from keptset.scripts.audit_outputs import check_outputs, put_out
 from keptset.scripts.audit_ray import audit_on_ray
 from keptset.scripts.audit_ray import with_left_out_values as with_left_out_values
-from keptset.scripts.audit_text import print_audit, print_comparison
 from keptset.scripts.demo_model import default_cache
-from keptset.scripts.html_page import write_page
-from keptset.scripts.table import open_console
+from keptset.trainer_bridge.audit import checkpoint
 from keptset.trainer_bridge.audit.against import compare
-from keptset.trainer_bridge.audit.comparison import Comparison
 from keptset.trainer_bridge.audit.options import AuditOptions, BatchScorer, Progress
 from keptset.trainer_bridge.audit.recorded_logprobs import RecordedColumn
 from keptset.trainer_bridge.audit.report import AuditReport
@@ -82,7 +78,9 @@ def command(
     sample: Annotated[
         int | None, typer.Option(help="A quick look at about this many responses, chosen at random.", min=1)
     ] = None,
-    fail_on: Annotated[FailOn, typer.Option(help="End with 1 where a finding is at least this severe.")] = FailOn.error,
+    fail_on: Annotated[
+        FailOn | None, typer.Option(help="End with 1 where a finding is at least this severe; left out: error.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as JSON: docs/audit.schema.json describes it.")
     ] = False,
@@ -121,34 +119,45 @@ def command(
     Ends with 0 where all is well, 1 with findings, 2 for wrong use, 3 where something could not be read. With --against
     it ends with 1 where the recordings part.
     """
-    _check_outputs(html, json_file)
     if against:
-        if model or trainer_logprobs or html or ray is not None:
-            raise InvalidInput(
-                "--against compares two recordings and nothing else: leave --model, "
-                "--trainer-logprobs, --html and --ray out, or run twice"
-            )
+        _refuse_beside_against(
+            {
+                "--model": model,
+                "--trainer-logprobs": trainer_logprobs,
+                "--max-version-lag": max_version_lag,
+                "--filtered": filtered or None,
+                "--sample": sample,
+                "--fail-on": fail_on,
+                "--html": html,
+                "--tokenizer": tokenizer,
+                "--workers": workers,
+                "--ray": ray,
+            }
+        )
+        check_outputs(None, json_file)
         comparison = compare(paths, against, unguarded=unguarded)
-        _write_json(comparison, as_json=as_json, json_file=json_file)
-        if not as_json:
-            print_comparison(comparison, open_console())
+        put_out(comparison, as_json=as_json, json_file=json_file, html=None)
         if comparison.parts:
             raise typer.Exit(FOUND)
         return
+    check_outputs(html, json_file)
     options = AuditOptions(
         max_version_lag=max_version_lag,
         filtered=filtered,
         sample=sample,
         workers=1 if model and workers is None and ray is None else workers,
         unguarded=unguarded,
-        work=_work_folder(paths) if resume else None,
+        work_stays=True,
         scorer=_scorer(model or [], trainer_logprobs),
     )
+    if resume:
+        options = replace(options, work=_work_folder(paths, options))
     with sharing_cores(workers if model and workers and ray is None else 1):
         report = _run(paths, options, ray)
     report = _decoded(report, tokenizer, model or [])
-    _put_out(report, as_json=as_json, json_file=json_file, html=html)
-    code = exit_code(report, Severity(fail_on.value))
+    put_out(report, as_json=as_json, json_file=json_file, html=html)
+    _forget(options.work)
+    code = exit_code(report, Severity((fail_on or FailOn.error).value))
     if code:
         raise typer.Exit(code)
 
@@ -161,13 +170,12 @@ def exit_code(report: AuditReport, fail_on: Severity) -> int:
     return UNREADABLE if report.totals.damaged_files or not report.totals.responses else 0
 
 
-def _check_outputs(html: Path | None, json_file: Path | None) -> None:
-    """What would fail at the end of a long audit fails before it."""
-    if html is not None and find_spec("jinja2") is None:
-        raise MissingDependency("--html needs Jinja: pip install 'keptset[report]'")
-    for option, path in (("--html", html), ("--json-file", json_file)):
-        if path is not None and path.is_dir():
-            raise InvalidInput(f"{option} {path} is a folder; name a file")
+def _refuse_beside_against(given: Mapping[str, object]) -> None:
+    named = [option for option, value in given.items() if value is not None]
+    if named:
+        raise InvalidInput(
+            f"--against compares two recordings and nothing else: leave {', '.join(named)} out, or run twice"
+        )
 
 
 def _scorer(models: list[str], column: str | None) -> Callable[[], BatchScorer] | None:
@@ -182,10 +190,22 @@ def _scorer(models: list[str], column: str | None) -> Callable[[], BatchScorer] 
     return None
 
 
-def _work_folder(paths: list[str]) -> Path:
-    """Where an interrupted audit of these paths waits; what it was asked to do is checked there."""
+def _work_folder(paths: list[str], options: AuditOptions) -> Path | None:
+    """Where an interrupted audit of these paths with these options waits; whether files changed is checked there."""
     told = "\0".join(path if "://" in path else os.path.abspath(path) for path in paths)
-    return default_cache() / "audits" / hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+    name = hashlib.blake2b(f"{options.digest()}\0{told}".encode(), digest_size=8).hexdigest()
+    try:
+        return default_cache() / "audits" / name
+    except CheckpointError:
+        print("keptset: nothing is kept to go on from: there is no home folder, and no XDG_CACHE_HOME", file=sys.stderr)
+        return None
+
+
+def _forget(work: Path | None) -> None:
+    if work is not None:
+        checkpoint.remove(work)
+        with contextlib.suppress(OSError):  # not there, or another audit's work lies in it
+            work.rmdir()
 
 
 def _run(paths: list[str], options: AuditOptions, ray: str | None) -> AuditReport:
@@ -194,12 +214,10 @@ def _run(paths: list[str], options: AuditOptions, ray: str | None) -> AuditRepor
             options = replace(options, progress=tell)
             report = audit(paths, options) if ray is None else audit_on_ray(paths, options, ray)
     except KeyboardInterrupt:
-        again = "nothing of it was kept" if options.work is None else "the same command goes on from there"
+        kept = options.work is not None and checkpoint.is_kept(options.work)
+        again = "the same command goes on from there" if kept else "nothing of it was kept"
         print(f"keptset: interrupted; {again}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
-    if options.work is not None:
-        with contextlib.suppress(OSError):  # not there, or another audit's work lies in it
-            options.work.rmdir()
     return report
 
 
@@ -215,26 +233,6 @@ def _decoded(report: AuditReport, tokenizer: Path | None, models: list[str]) -> 
     if recorded_otherwise(report, reader):
         print(f"keptset: the rollouts were recorded with another tokenizer than {folder}'s", file=sys.stderr)
     return with_text(report, reader)
-
-
-def _put_out(report: AuditReport, *, as_json: bool, json_file: Path | None, html: Path | None) -> None:
-    _write_json(report, as_json=as_json, json_file=json_file)
-    if not as_json:
-        print_audit(report, open_console())
-    if html is not None:
-        from keptset.scripts.audit_page import write_audit
-
-        print(f"report: {write_audit(html, report)}", file=sys.stderr)
-
-
-def _write_json(report: AuditReport | Comparison, *, as_json: bool, json_file: Path | None) -> None:
-    if not as_json and json_file is None:
-        return
-    text = json.dumps(to_json(report), indent=2)
-    if json_file is not None:
-        write_page(json_file, text + "\n")
-    if as_json:
-        print(text)
 
 
 @contextmanager

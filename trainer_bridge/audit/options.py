@@ -61,7 +61,10 @@ class AuditOptions:
     """Also take Parquet and Arrow files without keptset's checksums, as other tools write them. A damaged one may end
     the process."""
     work: Path | None = None
-    """A folder in which an audit keeps what it has done so far, so that an interrupted one goes on there."""
+    """A folder in which an audit keeps what it has done so far, so that an interrupted one goes on there. Where nothing
+    can be kept it goes on without, and says so as a note of its progress."""
+    work_stays: bool = False
+    """That stays there when the audit is done, for whoever has to put the report out first: `checkpoint.remove`."""
     progress: Callable[[Progress], None] | None = field(default=None, compare=False)
     """Called in this process after each unit of work."""
     scorer: Callable[[], BatchScorer] | None = None
@@ -84,7 +87,7 @@ class AuditOptions:
         counted = [
             (f.name, getattr(self, f.name))
             for f in fields(self)
-            if f.name not in ("workers", "work", "progress", "scorer")
+            if f.name not in ("workers", "work", "work_stays", "progress", "scorer")
         ]
         scorer = b"" if self.scorer is None else pickle.dumps(self.scorer)
         return hashlib.blake2b(repr(counted).encode() + scorer, digest_size=16).hexdigest()

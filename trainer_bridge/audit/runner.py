@@ -59,14 +59,16 @@ def audit(
             total.merge(partial)
             done += units
             merged = True
-            checkpoint.save(done, total)
-            _tell(options, done, len(planned.units), total)
+            _tell(options, done, len(planned.units), total, checkpoint.save(done, total))
     except KeyboardInterrupt:
         if merged:  # or a unit would count again in what goes on from here
             checkpoint.save(done, total, now=True)
         raise
     report = conclude(total, planned, options)
-    checkpoint.remove()
+    if options.work_stays:
+        checkpoint.save(done, total, now=True)
+    else:
+        checkpoint.remove()
     return report
 
 
