@@ -111,7 +111,7 @@ def test_plain_arrow_files_of_the_schema_are_read(batch: RolloutBatch, tmp_path:
     with make(str(path), batch.arrow.schema) as writer:
         for begin in range(0, 20, 5):
             writer.write_batch(batch.arrow.slice(begin, 5))
-    with pytest.raises(DamagedFile, match="to audit files of other writers unchecked, say so"):
+    with pytest.raises(DamagedFile, match="--unguarded takes files of other writers"):
         audit([path], ALONE)
     report = audit([path], AuditOptions(workers=1, unguarded=True))
     assert (report.totals.responses, report.findings) == (20, ())
@@ -125,9 +125,31 @@ def test_a_spool_file_under_another_name_needs_no_leave(spool: Path) -> None:
 def test_parquet_of_another_writer_is_read_if_it_is_said_to_be_one(batch: RolloutBatch, tmp_path: Path) -> None:
     path = tmp_path / "others.parquet"
     pq.write_table(pa.Table.from_batches([batch.arrow]), path)
-    with pytest.raises(DamagedFile, match="guarded=False"):
+    with pytest.raises(DamagedFile, match="no keptset guard.*--unguarded takes files of other writers"):
         audit([path], ALONE)
     assert audit([path], AuditOptions(workers=1, unguarded=True)).totals.responses == 20
+
+
+@pytest.mark.parametrize("unguarded", [False, True])
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.arrow", b"", "is empty"),
+        ("a.parquet", b"", "is empty"),
+        ("w-00000000.arrow", b"", "is empty"),
+        ("a.arrow", b"two lines\nof text\n", "is not an Arrow file"),
+        ("a.parquet", b"two lines\nof text\n", "is not a Parquet file"),
+    ],
+)
+def test_a_file_that_is_nothing_of_the_kind_is_called_that_and_no_option_is_offered(
+    tmp_path: Path, name: str, content: bytes, said: str, unguarded: bool
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    if unguarded and name == "a.parquet" and content:
+        said = "Parquet"  # Arrow's own words
+    with pytest.raises(DamagedFile, match=said) as raised:
+        audit([tmp_path / name], AuditOptions(workers=1, unguarded=unguarded))
+    assert "unguarded" not in str(raised.value)
 
 
 def test_other_file_systems_are_read(spool: Path, batch: RolloutBatch, monkeypatch: pytest.MonkeyPatch) -> None:

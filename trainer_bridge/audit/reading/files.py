@@ -27,6 +27,9 @@ from keptset.trainer_bridge.audit.reading.inputs import Format, InputFile
 
 _COPY_BYTES = 2**22
 _IPC_FILE = b"ARROW1"
+_IPC_STREAM = b"\xff\xff\xff\xff"
+_FOREIGN = "no keptset guard"
+"""What an error says of a file that may be another writer's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,9 @@ def scan(file: InputFile, columns: Sequence[str], *, unguarded: bool) -> Iterato
 
     Errors: DamagedFile, SchemaError, StorageError.
     """
-    with _told(file.shown):
+    with _told(file.shown), _otherwise_unguarded(file):
+        if not file.size and file.format is not Format.OPEN:
+            raise DamagedFile(f"{file.shown} is empty")
         if file.format is Format.PARQUET:
             rows = count_rows(file.shown, guarded=not unguarded)
             batches = read_columns(file.shown, columns, guarded=not unguarded)
@@ -67,6 +72,17 @@ def read(file: InputFile, first: int, last: int, *, start: int = 0, unguarded: b
 
 
 @contextlib.contextmanager
+def _otherwise_unguarded(file: InputFile) -> Iterator[None]:
+    """An error about a file that may be of another writer says how such a file is taken; a spool holds none."""
+    try:
+        yield
+    except DamagedFile as error:
+        if _FOREIGN not in str(error) or file.format in (Format.PUBLISHED, Format.OPEN):
+            raise
+        raise DamagedFile(f"{error}; --unguarded takes files of other writers, unchecked") from error
+
+
+@contextlib.contextmanager
 def _local_copy(file: InputFile) -> Iterator[Path]:
     """The file on this machine; one from elsewhere is fetched for as long as the block lasts."""
     if not file.remote:
@@ -82,13 +98,13 @@ def _local_copy(file: InputFile) -> Iterator[Path]:
 
 def _scan_ipc(file: InputFile, columns: Sequence[str], *, unguarded: bool) -> Iterator[Part]:
     with _local_copy(file) as path:
-        if file.format is Format.PUBLISHED:
+        with path.open("rb") as beginning:
+            head = beginning.read(len(_IPC_FILE))
+        if head.startswith(_IPC_STREAM) and file.format is Format.ARROW:
+            if not unguarded:
+                raise DamagedFile(f"{file.shown} is an Arrow stream, which has {_FOREIGN}")
+        elif head != _IPC_FILE or file.format is Format.PUBLISHED or not unguarded:
             check_guard(path, file.shown)
-        elif not unguarded:
-            try:
-                check_guard(path, file.shown)
-            except DamagedFile as error:
-                raise DamagedFile(f"{error}; to audit files of other writers unchecked, say so (unguarded)") from error
         with _reader(path, file, columns) as reader:
             for number in range(reader.num_record_batches):
                 batch = reader.get_batch(number)
