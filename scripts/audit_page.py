@@ -11,10 +11,12 @@ from keptset.scripts import audit_charts, number_text
 from keptset.scripts.audit_ratios import scored
 from keptset.scripts.audit_tokens import LOG_RATIO_STEPS, SURPRISE_STEPS, response_view
 from keptset.scripts.audit_words import (
+    DAMAGE_ADVICE,
     TERMS,
     beyond_heading,
     by_reason,
     counted,
+    damage_told,
     extent,
     given,
     group_sizes,
@@ -69,6 +71,8 @@ def render_audit(report: AuditReport) -> str:
         read=what_was_read(report.totals),
         figures=_figures(report),
         not_tested=by_reason(report.not_tested),
+        damaged=[damage_told(file) for file in report.totals.damaged_files],
+        damage_advice=DAMAGE_ADVICE,
         severities=[(severity.value, of_severity(report.findings, severity)) for severity in reversed(Severity)],
         scored=scored(report.settings),
         terms=TERMS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -14,10 +14,12 @@ from keptset.schemas.findings import Example, Severity
 from keptset.scripts import number_text
 from keptset.scripts.audit_ratios import settings_legend, settings_table
 from keptset.scripts.audit_words import (
+    DAMAGE_ADVICE,
     TERMS,
     beyond_heading,
     by_reason,
     counted,
+    damage_told,
     extent,
     given,
     group_sizes,
@@ -47,7 +49,7 @@ def print_audit(report: AuditReport, console: Console) -> None:
         console.print()
         console.print(Text(title, style="bold"))
         for part in body:
-            console.print(part)
+            console.print(_Trimmed(part))
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
@@ -55,15 +57,31 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     verdict = "The recordings part." if comparison.parts else "The recordings are the same."
     console.print(Text(verdict, style="bold red" if comparison.parts else "bold green"))
     for line in comparison.lines():
-        console.print(_indented(line, _INDENT + len(line) - len(line.lstrip())))
+        console.print(_Trimmed(_indented(line, _INDENT + len(line) - len(line.lstrip()))))
+
+
+class _Trimmed:
+    """Without the spaces with which lines are filled up to a width: a log keeps them."""
+
+    def __init__(self, body: RenderableType) -> None:
+        self._body = body
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in console.render_lines(self._body, options, pad=False):
+            text = Text(end="\n", no_wrap=True)
+            for segment in line:
+                text.append(segment.text, segment.style)
+            text.rstrip()
+            yield text
 
 
 def _sections(report: AuditReport, width: int) -> Iterator[tuple[str, Sequence[RenderableType]]]:
     if report.totals.damaged_files:
-        lines = [_example(example) for example in report.totals.damaged_files]
-        yield f"Files not read to their end ({len(lines)})", lines
-    if report.not_tested:
-        yield "Not tested", [_indented(f"{checks}: {reason}") for checks, reason in by_reason(report.not_tested)]
+        lines = [_damaged(file) for file in report.totals.damaged_files]
+        yield f"Files not read to their end ({len(lines)})", [*lines, _indented(DAMAGE_ADVICE)]
+    for title, asked_for in (("Not tested", True), ("Not asked for", False)):
+        if left_out := by_reason([entry for entry in report.not_tested if entry.asked_for is asked_for]):
+            yield title, [_indented(f"{checks}: {reason}") for checks, reason in left_out]
     if report.findings:
         yield f"Findings ({len(report.findings)})", _apart([_finding(finding) for finding in report.findings])
     if report.tests:
@@ -119,8 +137,9 @@ def _place(example: Example) -> Text:
     return Text.assemble((visible(example.rollout_id), "cyan"), f"{where}: {visible(example.detail)}")
 
 
-def _example(example: Example) -> RenderableType:
-    return _indented(_place(example))
+def _damaged(file: Example) -> RenderableType:
+    name, told = damage_told(file)
+    return _indented(Text.assemble((visible(name), "cyan"), visible(told)))
 
 
 def _tests(tests: Sequence[HypothesisTestResult]) -> Table:

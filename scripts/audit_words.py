@@ -7,9 +7,10 @@ turn the direction of writing, and are shown with these spelled out.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 
-from keptset.schemas.findings import Severity
+from keptset.schemas.findings import Example, Severity
 from keptset.scripts import number_text
 from keptset.trainer_bridge.audit.check import NotTested
 from keptset.trainer_bridge.audit.report import AuditFinding, HypothesisTestResult, Totals
@@ -119,6 +120,26 @@ def by_reason(not_tested: Sequence[NotTested]) -> list[tuple[str, str]]:
     for entry in not_tested:
         checks.setdefault(entry.reason, []).append(entry.check)
     return [(", ".join(names), reason) for reason, names in checks.items()]
+
+
+DAMAGE_ADVICE = (
+    "Copy them again from where they were written; if they are damaged there too, what they held is lost to the audit."
+)
+
+
+def damage_told(file: Example) -> tuple[str, str]:
+    """A damaged file: its name, and what follows it. Errors name the file themselves, perhaps by its absolute path.
+
+    >>> damage_told(Example(rollout_id="a.arrow", position=None, detail="a.arrow is damaged: crc32"))
+    ('a.arrow', ' is damaged: crc32')
+    >>> damage_told(Example(rollout_id="a.arrow", position=None, detail="cannot read a.arrow: no access"))
+    ('a.arrow', ': cannot read it: no access')
+    """
+    name = file.rollout_id
+    for known in (os.path.abspath(name), name):
+        if file.detail.startswith(known):
+            return name, file.detail[len(known) :]
+    return name, f": {file.detail.replace(os.path.abspath(name), 'it').replace(name, 'it')}"
 
 
 def identity_line(identity: Mapping[str, str]) -> str:

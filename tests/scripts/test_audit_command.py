@@ -124,7 +124,7 @@ def test_honest_rollouts_end_with_0_and_what_was_not_tested_is_told(run: Run, sp
     code, out, err = run(spool)
     assert (code, err) == (0, "")
     verdict, read = out.splitlines()[:2]
-    assert "60 responses" in verdict
+    assert verdict.endswith("2,400 sampled tokens; 3 checks could not be made.")  # but staleness was not asked for
     assert read == "60 responses, 2,400 tokens (2,400 sampled), 12,000 kept ids in 1 file."
     assert "explanations, unit mean, support drift: there were no scores to hold b against: give a model" in out
     assert "T 1, top_k 5" in out and "0.90000" in out

@@ -2,13 +2,17 @@
 
 import dataclasses
 import io
+import os
+import re
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from keptset.schemas.findings import Example
 from keptset.scripts.audit_text import VERSIONS_SHOWN, print_audit
 from keptset.scripts.audit_words import beyond_heading
+from keptset.trainer_bridge.audit.check import NotTested
 from keptset.trainer_bridge.audit.report import AuditReport, Totals
 
 EMPTY = AuditReport(
@@ -122,6 +126,32 @@ def test_settings_budget_floors_and_versions_hold_their_numbers(audit_report: Au
 @pytest.mark.parametrize("width", [160, 120, 100, 80, 60, 40])
 def test_no_line_is_wider_than_the_terminal(audit_report: AuditReport, width: int) -> None:
     assert max(len(line) for line in printed(audit_report, width).splitlines()) <= width
+
+
+@pytest.mark.parametrize("width", [120, 80])
+def test_no_line_ends_in_spaces(audit_report: AuditReport, width: int) -> None:
+    lines = printed(audit_report, width).splitlines()
+    assert [line for line in lines if line != line.rstrip()] == []
+    colour = printed(audit_report, width, force_terminal=True, color_system="standard")
+    assert "\x1b[1;31merror" in colour and not re.search(r" (\x1b\[[0-9;]*m)*\n", colour)
+
+
+def test_a_damaged_file_is_named_once_with_what_to_do(audit_report: AuditReport) -> None:
+    there = os.path.abspath("flip/x.arrow")
+    files = tuple(
+        Example(rollout_id="flip/x.arrow", position=None, detail=detail)
+        for detail in (f"{there} is damaged: crc32", "flip/x.arrow, batch 3: its checksum", f"cannot read {there}: no")
+    )
+    text = printed(replace(audit_report, totals=replace(audit_report.totals, damaged_files=files)))
+    assert "\n  flip/x.arrow is damaged: crc32\n  flip/x.arrow, batch 3: its checksum\n" in text
+    assert "\n  flip/x.arrow: cannot read it: no\n  Copy them again from where they were written" in text
+
+
+def test_what_nobody_asked_for_stands_apart(audit_report: AuditReport) -> None:
+    entry = NotTested(check="staleness", reason="no bound was asked for", asked_for=False)
+    text = printed(replace(audit_report, not_tested=(*audit_report.not_tested, entry)))
+    assert "\nNot asked for\n  staleness: no bound was asked for\n" in text
+    assert "staleness" not in text[text.index("Not tested") : text.index("Not asked for")]
 
 
 def test_without_scores_the_table_has_no_empty_columns(audit_report: AuditReport) -> None:

@@ -69,6 +69,8 @@ class NotTested:
     check: str
     reason: str
     """Why, and what would make it possible."""
+    asked_for: bool = True
+    """False where it was left out because nobody asked for it."""
 
 
 @dataclass(frozen=True, kw_only=True)

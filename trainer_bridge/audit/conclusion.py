@@ -41,7 +41,7 @@ def conclude(partial: Partial, plan: Plan, options: AuditOptions) -> AuditReport
         share_read=plan.share_read,
     )
     report = AuditReport(
-        verdict=verdict_line(findings, totals, len(not_tested)),
+        verdict=verdict_line(findings, totals, sum(entry.asked_for for entry in not_tested)),
         severity=worst_severity(findings),
         totals=totals,
         identities=tuple(_told(identity) for identity in partial.identities),

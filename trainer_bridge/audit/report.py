@@ -63,7 +63,7 @@ class Totals:
     sampled_tokens: int
     kept_ids: int
     share_read: float
-    """Of the units of work there were; below 1 for a sample."""
+    """Of the bytes of all files, about; below 1 for a sample."""
 
 
 @dataclass(frozen=True, kw_only=True)

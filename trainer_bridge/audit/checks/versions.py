@@ -148,7 +148,7 @@ class Versions(Check):
     def outcome(self) -> Outcome:
         if self._bound is None:
             reason = "no bound was asked for: say how many versions a token may lag behind (--max-version-lag)"
-            return Outcome(not_tested=(NotTested(check=NAME, reason=reason),))
+            return Outcome(not_tested=(NotTested(check=NAME, reason=reason, asked_for=False),))
         if not self._streams:
             reason = "no policy versions are recorded: have the engine record which weights draw each token"
             return Outcome(not_tested=(NotTested(check=NAME, reason=reason),))
