@@ -52,7 +52,8 @@ def compare(
     """Compare the recording at `paths` with the one at `other_paths`. b and m differ where they do by more than
     `tolerance` nats.
 
-    Errors: those of finding and reading files; InvalidInput for a tolerance that is none.
+    Errors: those of finding and reading files; InvalidInput for a tolerance that is none, and for recordings that have
+    no rollout_id in common.
     """
     if not (tolerance >= 0 and np.isfinite(tolerance)):
         raise InvalidInput(f"tolerance is {tolerance}; it must be a finite number of nats >= 0")
@@ -67,7 +68,13 @@ def compare(
             rounds = max(1, -(-largest // (4 * piece_bytes)))
             for turn in range(rounds):
                 found.add(*(_piece(side.paths[number], turn, rounds) for side in dealt))
-    return found.comparison()
+    comparison = found.comparison()
+    if not comparison.matched:
+        raise InvalidInput(
+            f"no rollout_id is in both recordings: {comparison.only_here:,} are only here, {comparison.only_there:,} "
+            "only there; a comparison needs the same rollouts, replayed or stored under their ids"
+        )
+    return comparison
 
 
 @dataclass(frozen=True, kw_only=True)

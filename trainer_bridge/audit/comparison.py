@@ -20,6 +20,8 @@ NAMES: Mapping[str, str] = {
     "policy_versions": "versions",
 }
 """Aspects as people call them."""
+THROUGHOUT, SCATTERED = "throughout the recording", "scattered over the recording"
+"""Where responses part from its beginning to its end: in most of its parts, in few."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +106,9 @@ def _told(row: AspectRow, matched: int) -> list[str]:
     if row.mean_abs is not None:
         told.append(f"  |difference| mean {row.mean_abs:.2g}, p99 {row.p99_abs:.2g}, largest {row.max_abs:.2g}")
     if row.since is not None:
-        told.append(f"  since {row.since.rollout_id} ({row.since.detail}), {_when(row)}")
+        when = _when(row)
+        first = "first" if when in (THROUGHOUT, SCATTERED) else "since"
+        told.append(f"  {first} {row.since.rollout_id} ({row.since.detail}), {when}")
     return told
 
 
@@ -116,5 +120,9 @@ def _when(row: AspectRow) -> str:
             f"in versions {', '.join(str(version) for version in sorted(v for v in versions if v is not None))} alone"
         )
     parts = [number for number, share in enumerate(row.by_order) if share.parted]
+    held = [number for number, share in enumerate(row.by_order) if share.responses]
+    edge = len(held) // 10
+    if parts[0] in held[: edge + 1] and parts[-1] in held[-edge - 1 :]:
+        return THROUGHOUT if 2 * len(parts) >= len(held) else SCATTERED
     begin, end = parts[0] / len(row.by_order), (parts[-1] + 1) / len(row.by_order)
     return f"between {begin:.0%} and {end:.0%} of the recording"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,36 @@ def test_b_that_parts_in_one_version_is_told_with_its_place(here: Path, response
     }
     assert [number for number, share in enumerate(b.by_order) if share.parted] == [12, 13]
     assert "since rollout-12 (row 12, position 7, version 2), in versions 2 alone" in "\n".join(found.lines())
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        (range(20), "first rollout-0 (row 0, position 7), throughout the recording"),
+        (range(1, 20, 2), "first rollout-1 (row 1, position 7), throughout the recording"),
+        ((0, 9, 19), "first rollout-0 (row 0, position 7), scattered over the recording"),
+        (range(8, 20), "since rollout-8 (row 8, position 7), between 40% and 100% of the recording"),
+        ((4, 6), "since rollout-4 (row 4, position 7), between 20% and 35% of the recording"),
+    ],
+    ids=["all", "every other", "few", "since the middle", "a stretch"],
+)
+def test_where_rows_part_is_told_as_a_stretch_only_if_it_is_one(
+    responses: list[Any], tmp_path: Path, numbers: Sequence[int], said: str
+) -> None:
+    plain = [replace(response, policy_versions=None) for response in responses]
+    spoilt = list(plain)
+    for number in numbers:
+        b = spoilt[number].behavior_logprobs.copy()
+        b[7:] -= 0.25
+        spoilt[number] = replace(spoilt[number], behavior_logprobs=b)
+    found = compare([stored(tmp_path / "here", plain)], [stored(tmp_path / "there", spoilt)])
+    assert f"  {said}" in found.lines()
+
+
+def test_recordings_of_other_rollouts_cannot_be_compared(here: Path, responses: list[Any], tmp_path: Path) -> None:
+    others = [replace(response, rollout_id=f"other-{n}") for n, response in enumerate(responses[:3])]
+    with pytest.raises(InvalidInput, match="no rollout_id is in both recordings: 20 are only here, 3 only there"):
+        compare([here], [stored(tmp_path / "there", others)])
 
 
 def test_nothing_behind_the_first_other_token_is_compared(here: Path, responses: list[Any], tmp_path: Path) -> None:
