@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -129,6 +130,24 @@ def test_honest_rollouts_end_with_0_and_what_was_not_tested_is_told(run: Run, sp
     assert "explanations, unit mean, support drift: there were no scores to hold b against: give a model" in out
     assert "T 1, top_k 5" in out and "0.90000" in out
     assert re.search(r"^surprisal .* holds$", out, re.M) and re.search(r"^draws .* holds$", out, re.M)
+
+
+def test_what_the_readme_shows_is_worded_as_an_audit_is_and_its_options_exist(
+    run: Run, spool: Path, repository: Path
+) -> None:
+    readme = (repository / "README.md").read_text(encoding="utf-8")
+    (section,) = re.findall(r"## A recording, audited\n(.*?)\n## ", readme, re.DOTALL)
+    commands, shown = re.findall(r"```\n(.*?)```", section, re.DOTALL)
+    there = set(inspect.signature(audit_command.command).parameters)
+    assert {option[2:].replace("-", "_") for option in re.findall(r"--[a-z-]+", commands)} <= there
+
+    def worded(text: str) -> list[str]:
+        lines = (" ".join(line.split()) for line in text.replace("p99", "p..").splitlines())
+        return [re.sub(r"\d[\d,.]*", "#", line) for line in lines if line and "─" not in line]
+
+    said = worded(run(spool)[1])
+    assert worded(shown)[:2] == said[:2]
+    assert [line for line in worded(shown) if "#" not in line and line not in said] == []
 
 
 def test_the_json_of_a_real_audit_follows_the_published_schema(run: Run, spool: Path, repository: Path) -> None:
