@@ -7,7 +7,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from keptset.scripts import number_text
-from keptset.scripts.audit_words import TERMS, given, plural, small_number, visible
+from keptset.scripts.audit_words import (
+    TERMS,
+    given,
+    plural,
+    small_number,
+    version_name,
+    versions_together,
+    visible,
+)
 from keptset.scripts.chart_svg import Axis, Chart, Ticks, linear_ticks, power_ticks
 from keptset.scripts.ratio_table import OUTSIDE
 from keptset.trainer_bridge.audit.report import HeatMap, Histogram, VersionRow
@@ -156,36 +164,39 @@ def drift(
 ) -> str | None:
     """One number by policy version; `honest` is where it belongs. None with fewer than two versions that have it."""
     known = [
-        (row.version, given(value(row)), 2 * given(error(row)), row.tokens)
+        (row, (row.version + (row.last_version or 0)) / 2, given(value(row)), 2 * given(error(row)))
         for row in versions
         if row.version is not None
     ]
-    known = [(version, y, 0.0 if math.isnan(e) else e, n) for version, y, e, n in known if not math.isnan(y)]
+    known = [(row, x, y, 0.0 if math.isnan(e) else e) for row, x, y, e in known if not math.isnan(y)]
     if len(known) < 2:
         return None
-    reached = [y + side * e for _, y, e, _ in known for side in (-1, 1)] + ([] if honest is None else [honest])
+    reached = [y + side * e for _, _, y, e in known for side in (-1, 1)] + ([] if honest is None else [honest])
     margin = 0.08 * (max(reached) - min(reached)) or abs(reached[0]) * 0.01 or 1.0
     low, high = min(reached) - margin, max(reached) + margin
-    first, last = known[0][0], known[-1][0]
+    first, last = known[0][1], known[-1][1]
+    begin, end = known[0][0].version, known[-1][0].last_version
+    together = versions_together([row for row, *_ in known])
     chart = Chart(
         ident=ident,
         title=f"{title} by policy version",
         description=(
-            f"{len(known)} versions, {first} to {last}: {known[0][1]:.4g} at the first, {known[-1][1]:.4g} at the last."
+            f"{len(known)} {'groups of ' if together else ''}versions, {begin} to {end}: "
+            f"{known[0][2]:.4g} at the first, {known[-1][2]:.4g} at the last."
         ),
         x=Axis(low=first, high=last, label="policy version", ticks=_whole(linear_ticks(first, last, 6))),
         y=Axis(low=low, high=high, label=title, ticks=linear_ticks(low, high, 4)),
     )
     if honest is not None:
         chart.line([(first, honest), (last, honest)], colour="--muted", dashed=True)
-    chart.line([(version, y) for version, y, _, _ in known], colour="--kept-set")
-    for version, y, bar, tokens in known:
+    chart.line([(x, y) for _, x, y, _ in known], colour="--kept-set")
+    for row, x, y, bar in known:
         told = (
-            f"version {version}: {small_number(y)}"
+            f"{'version' if row.version == row.last_version else 'versions'} {version_name(row)}: {small_number(y)}"
             + (f" ± {small_number(bar)}" if bar else "")
-            + f", {plural(tokens, 'token')}"
+            + f", {plural(row.tokens, 'token')}"
         )
-        chart.dot(version, y, colour="--kept-set", told=told, error=bar)
+        chart.dot(x, y, colour="--kept-set", told=told, error=bar)
     return chart.svg()
 
 

@@ -25,15 +25,14 @@ from keptset.scripts.audit_words import (
     p_value,
     plural,
     small_number,
+    version_name,
+    versions_together,
     visible,
     what_was_read,
 )
 from keptset.scripts.html_page import page_environment, write_page
 from keptset.scripts.ratio_table import OUTSIDE
 from keptset.trainer_bridge.audit.report import AuditReport
-
-VERSIONS_SHOWN = 200
-"""Rows of the table of versions; of more, the first and the last are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +62,6 @@ def render_audit(report: AuditReport) -> str:
         counted=counted,
         plural=plural,
     )
-    versions = list(report.versions)
-    if len(versions) > VERSIONS_SHOWN:
-        versions = [*versions[: VERSIONS_SHOWN // 2], *versions[-VERSIONS_SHOWN // 2 :]]
     return environment.get_template("audit.html.j2").render(
         report=report,
         read=what_was_read(report.totals),
@@ -76,8 +72,9 @@ def render_audit(report: AuditReport) -> str:
         severities=[(severity.value, of_severity(report.findings, severity)) for severity in reversed(Severity)],
         scored=scored(report.settings),
         terms=TERMS,
-        versions=versions,
-        versions_left_out=len(report.versions) - len(versions),
+        versions=report.versions,
+        version_name=version_name,
+        together=versions_together(report.versions),
         groups=group_sizes(report.group_sizes),
         worst=[response_view(response) for response in report.worst],
         steps=[small_number(step) for step in LOG_RATIO_STEPS],

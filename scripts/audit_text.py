@@ -27,6 +27,8 @@ from keptset.scripts.audit_words import (
     outcome,
     p_value,
     small_number,
+    version_name,
+    versions_together,
     visible,
     what_was_read,
 )
@@ -93,7 +95,8 @@ def _sections(report: AuditReport, width: int) -> Iterator[tuple[str, Sequence[R
     if report.floors is not None:
         yield "Floors", [_indented(_floors(report))]
     if len(report.versions) > 1:
-        yield f"Versions ({len(report.versions)})", _versions(report.versions)
+        told = "Versions in rows of several" if versions_together(report.versions) else "Versions"
+        yield f"{told} ({len(report.versions)})", _versions(report.versions)
     if report.totals.responses:
         yield "Responses", [_indented(line) for line in _responses(report)]
 
@@ -188,7 +191,7 @@ def _versions(versions: Sequence[VersionRow]) -> list[RenderableType]:
     table = _table(names)
     for row in shown:
         table.add_row(
-            "unknown" if row.version is None else str(row.version),
+            version_name(row),
             f"{row.tokens:,}",
             number_text.ratio(given(row.mean_lag), 1),
             small_number(given(row.surprisal_excess), signed=True),
@@ -198,8 +201,9 @@ def _versions(versions: Sequence[VersionRow]) -> list[RenderableType]:
             small_number(given(row.mean_log_ratio), signed=True),
             small_number(given(row.mean_abs_log_ratio)),
         )
-    left_out = len(versions) - len(shown)
-    return [table, *([_indented(f"{left_out} versions between them are left out here")] if left_out else [])]
+    left_out, together = len(versions) - len(shown), versions_together(versions)
+    notes = [f"{left_out} rows between them are left out here"] if left_out else []
+    return [table, *(_indented(note) for note in (*notes, *([together] if together else [])))]
 
 
 def _responses(report: AuditReport) -> Iterator[str]:

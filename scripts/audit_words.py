@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from keptset.schemas.findings import Example, Severity
 from keptset.scripts import number_text
 from keptset.trainer_bridge.audit.check import NotTested
-from keptset.trainer_bridge.audit.report import AuditFinding, HypothesisTestResult, Totals
+from keptset.trainer_bridge.audit.report import AuditFinding, HypothesisTestResult, Totals, VersionRow
+from keptset.trainer_bridge.audit.version_table import MAX_ROWS
 
 SMALLEST_P = 1e-300
 """Below this a p-value is no more than a statement about float64."""
@@ -56,6 +57,20 @@ def plural(count: int, noun: str) -> str:
     ('1 token', '4,321 tokens')
     """
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def version_name(row: VersionRow) -> str:
+    """Of one version, or of the neighbours that are counted together."""
+    if row.version is None:
+        return "unknown"
+    return str(row.version) if row.version == row.last_version else f"{row.version} to {row.last_version}"
+
+
+def versions_together(versions: Sequence[VersionRow]) -> str | None:
+    """That rows count several versions, where they do."""
+    if all(row.version == row.last_version for row in versions):
+        return None
+    return f"There are more than {MAX_ROWS} versions: neighbours are counted together, and a row tells which."
 
 
 def extent(finding: AuditFinding) -> str:

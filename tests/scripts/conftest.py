@@ -200,6 +200,7 @@ def audit_report() -> AuditReport:
         versions=tuple(
             VersionRow(
                 version=version,
+                last_version=version,
                 tokens=8000 - 100 * version,
                 mean_lag=5.0 - version,
                 surprisal_excess=0.001 * (version - 3),

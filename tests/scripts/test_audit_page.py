@@ -241,11 +241,11 @@ def test_the_plot_of_the_draws_tells_densities_beside_the_band_of_honest_ones() 
 
 def test_drift_puts_each_version_at_its_place_with_its_error(audit_report: AuditReport) -> None:
     rows = tuple(
-        replace(audit_report.versions[0], version=version, mean_ratio=ratio, ratio_std_error=0.01)
+        replace(audit_report.versions[0], version=version, last_version=version, mean_ratio=ratio, ratio_std_error=0.01)
         for version, ratio in ((10, 0.9), (12, 1.0), (20, 1.1))
     )
     unknown = replace(rows[0], version=None, mean_ratio=7.0)
-    missing = replace(rows[0], version=15, mean_ratio=None)
+    missing = replace(rows[0], version=15, last_version=15, mean_ratio=None)
     figure = audit_charts.drift(
         (unknown, rows[0], rows[1], missing, rows[2]),
         lambda row: row.mean_ratio,
@@ -260,7 +260,22 @@ def test_drift_puts_each_version_at_its_place_with_its_error(audit_report: Audit
     assert dots[0][1] - dots[1][1] == pytest.approx(dots[1][1] - dots[2][1], abs=0.02)
     (low, high) = re.findall(r'y1="([\d.]+)" y2="([\d.]+)" stroke="var\(--kept-set\)"', figure)[0]
     assert float(low) - float(high) == pytest.approx((dots[0][1] - dots[1][1]) / 0.1 * 0.04, abs=0.05)
-    assert "version 12: 1 ± 0.02" in figure and "version None" not in figure
+    assert "version 12: 1 ± 0.02" in figure and "version None" not in figure and "groups" not in figure
+
+
+def test_neighbouring_versions_that_are_counted_together_are_named_with_their_first_and_last(
+    audit_report: AuditReport,
+) -> None:
+    rows = tuple(
+        replace(audit_report.versions[0], version=first, last_version=first + 15, mean_ratio=1.0)
+        for first in (0, 16, 32)
+    )
+    page = render_audit(replace(audit_report, versions=rows))
+    assert (
+        "16 to 31</th>" in page and "<title>versions 16 to 31: 1 " in page and "3 groups of versions, 0 to 47" in page
+    )
+    assert "neighbours are counted together" in page
+    assert "neighbours are counted together" not in render_audit(audit_report)
     assert audit_charts.drift(rows[:1], lambda row: row.mean_ratio, ident="x", title="t") is None
 
 

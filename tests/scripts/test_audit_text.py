@@ -173,9 +173,19 @@ def test_a_sample_says_that_it_is_one() -> None:
 
 
 def test_many_versions_are_cut_in_the_middle_and_counted(audit_report: AuditReport) -> None:
-    rows = tuple(replace(audit_report.versions[0], version=1000 + n) for n in range(VERSIONS_SHOWN + 5))
+    rows = tuple(
+        replace(audit_report.versions[0], version=1000 + n, last_version=1000 + n) for n in range(VERSIONS_SHOWN + 5)
+    )
     text = printed(replace(audit_report, versions=rows))
-    assert "1000 " in text and str(1000 + VERSIONS_SHOWN + 4) in text and "5 versions between them" in text
+    assert "1000 " in text and str(1000 + VERSIONS_SHOWN + 4) in text and "5 rows between them" in text
+    assert "neighbours" not in text
+
+
+def test_neighbouring_versions_that_are_counted_together_are_named(audit_report: AuditReport) -> None:
+    rows = tuple(replace(audit_report.versions[0], version=n, last_version=n + 15) for n in (0, 16))
+    text = printed(replace(audit_report, versions=rows))
+    assert "Versions in rows of several (2)" in text and "16 to 31" in text
+    assert "more than 200 versions: neighbours are counted together" in " ".join(text.split())
 
 
 def spoilt(value: object, evil: str) -> object:

@@ -99,6 +99,12 @@ class Check(ABC):
     def merge(self, other: Self) -> None:
         """Count what another aggregate of the same kind has counted, as if its batches had come after this one's."""
 
+    def settle(self) -> None:  # noqa: B027
+        """Let go of what only batches before those that were counted could change: there are none.
+
+        Called on the sum of all units from the first on; what comes after is merged into it, not it into others.
+        """
+
     @abstractmethod
     def outcome(self) -> Outcome:
         """What all that was counted amounts to."""

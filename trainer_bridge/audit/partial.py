@@ -62,6 +62,11 @@ class Partial:
         for ours, theirs in zip(self.checks, other.checks, strict=True):
             ours.merge(theirs)
 
+    def settle(self) -> None:
+        """Nothing comes before what was counted."""
+        for check in self.checks:
+            check.settle()
+
     def damaged_files(self) -> Iterator[Example]:
         for name, reason in self.damaged.items():
             yield Example(rollout_id=name, position=None, detail=reason)

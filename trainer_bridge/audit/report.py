@@ -102,9 +102,12 @@ class SettingRow:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionRow:
-    """One version of the policy's weights: a step of the drift plot."""
+    """One version of the policy's weights, or several neighbours where a run has many: a step of the drift plot."""
 
     version: int | None
+    """The first that the row counts."""
+    last_version: int | None
+    """The last: the same one, unless neighbours are counted together."""
     tokens: int
     mean_lag: float | None
     surprisal_excess: float | None

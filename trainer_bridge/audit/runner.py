@@ -57,6 +57,7 @@ def audit(
         for units, partial in (spread or _over_processes)(planned.units[done:], options):
             merged = False
             total.merge(partial)
+            total.settle()
             done += units
             merged = True
             _tell(options, done, len(planned.units), total, checkpoint.save(done, total))

@@ -25,6 +25,7 @@ from keptset.trainer_bridge.audit.check import Check, Evidence, HypothesisTest, 
 from keptset.trainer_bridge.audit.exact_sum import ExactSum
 from keptset.trainer_bridge.audit.examples import FirstExamples, order_of
 from keptset.trainer_bridge.audit.options import AuditOptions
+from keptset.trainer_bridge.audit.version_table import VersionTable
 from keptset.trainer_bridge.sampled_tokens import UNKNOWN_VERSION
 
 DRIFT = 0.02
@@ -75,10 +76,11 @@ class SupportDrift(Check):
 
     def __init__(self, options: AuditOptions) -> None:
         self.same, self.others = _Group(), _Group()
-        self.versions: dict[int, _Group] = {}
+        self.versions = VersionTable(_Group)
 
     def add(self, batch: AuditedBatch) -> None:
         scores, tokens = batch.scores, batch.tokens
+        self.versions.see(tokens.policy_versions_T)
         if scores is None or scores.full_T is None:
             return
         mass_T = np.exp(tokens.log_kept_mass_T.astype(np.float64))
@@ -94,15 +96,14 @@ class SupportDrift(Check):
                 detail = f"kept mass {mass_T[token]:.3f} recorded, {mass_T[token] + moved_T[token]:.3f} by the trainer"
                 example = Example(rollout_id=rollout_id, position=position, detail=detail)
                 group.examples.add(order_of(batch, int(rows[tokens.row_T[token]]), position), example)
-        for version in np.unique(tokens.policy_versions_T[known_T]).tolist():
-            at = np.flatnonzero(known_T & (tokens.policy_versions_T == version))
-            self.versions.setdefault(version, _Group()).add(mass_T[at], moved_T[at])
+        mass, moved = mass_T[known_T], moved_T[known_T]
+        for of_version, where in self.versions.groups(tokens.policy_versions_T[known_T]):
+            of_version.add(mass[where], moved[where])
 
     def merge(self, other: SupportDrift) -> None:
         self.same.merge(other.same)
         self.others.merge(other.others)
-        for version, group in other.versions.items():
-            self.versions.setdefault(version, _Group()).merge(group)
+        self.versions.merge(other.versions)
 
     def outcome(self) -> Outcome:
         if not self.same.moved.count + self.others.moved.count:
@@ -111,9 +112,10 @@ class SupportDrift(Check):
                 "not recorded"
             )
             return Outcome(not_tested=(NotTested(check=self.name, reason=reason),))
-        most = max(self.versions, key=lambda version: abs(self.versions[version].moved.mean or 0.0))
-        named = "of unknown version" if most == UNKNOWN_VERSION else f"of version {most}"
-        told = f"most for tokens {named}, {_mass(self.versions[most])}"
+        first, last, most = max(self.versions.rows(), key=lambda row: abs(row[2].moved.mean or 0.0))
+        named = f"of versions {first} to {last}" if first < last else f"of version {first}"
+        named = "of unknown version" if first == UNKNOWN_VERSION else named
+        told = f"most for tokens {named}, {_mass(most)}"
         evidence, tests = [], []
         for group, whose in self._groups():
             if not group.moved.count:

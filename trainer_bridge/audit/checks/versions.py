@@ -13,22 +13,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from keptset.schemas.findings import Example, FindingKind, Severity
 from keptset.trainer_bridge.audit.advice import ADVICE
 from keptset.trainer_bridge.audit.audited_batch import AuditedBatch
 from keptset.trainer_bridge.audit.check import Check, Evidence, NotTested, Outcome
 from keptset.trainer_bridge.audit.exact_sum import ExactSum
-from keptset.trainer_bridge.audit.examples import NUM_EXAMPLES, Order, order_of
+from keptset.trainer_bridge.audit.examples import NUM_EXAMPLES, order_of
+from keptset.trainer_bridge.audit.lags import NOTHING_YET, AgedResponse, Ints, OpenStream, Pairs, may_be_shown
 from keptset.trainer_bridge.audit.options import AuditOptions
 from keptset.trainer_bridge.audit.report import AuditReport, VersionRow
+from keptset.trainer_bridge.audit.version_table import VersionTable
 from keptset.trainer_bridge.sampled_tokens import UNKNOWN_VERSION
 
 NAME = "staleness"
-_NOTHING_YET = -1
-_BITS = 32
-"""Of a version, which is an int32 in the schema."""
 
 
 @dataclass
@@ -36,56 +34,14 @@ class _Version:
     tokens: int = 0
     excess: ExactSum = field(default_factory=ExactSum)
     mass: ExactSum = field(default_factory=ExactSum)
+    lag: int = 0
+    """Of all its tokens together."""
 
     def merge(self, other: _Version) -> None:
         self.tokens += other.tokens
         self.excess.merge(other.excess)
         self.mass.merge(other.mass)
-
-
-@dataclass
-class _Lagging:
-    """Responses whose oldest token has one version, recorded when the newest was another."""
-
-    responses: int
-    order: Order
-    rollout_id: str
-    position: int
-
-    def merge(self, other: _Lagging) -> None:
-        self.responses += other.responses
-        if other.order < self.order:
-            self.order, self.rollout_id, self.position = other.order, other.rollout_id, other.position
-
-
-@dataclass
-class _Stream:
-    newest: int = _NOTHING_YET
-    tokens: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(version, newest when it was recorded) -> tokens."""
-    oldest: dict[tuple[int, int], _Lagging] = field(default_factory=dict)
-
-    def merge(self, other: _Stream) -> None:
-        """What came after: it was recorded when at least our newest was there."""
-        for (version, newest), count in other.tokens.items():
-            key = (version, max(newest, self.newest))
-            self.tokens[key] = self.tokens.get(key, 0) + count
-        for (version, newest), theirs in other.oldest.items():
-            self.keep((version, max(newest, self.newest)), replace(theirs))
-        self.newest = max(self.newest, other.newest)
-
-    def keep(self, key: tuple[int, int], lagging: _Lagging) -> None:
-        if key in self.oldest:
-            self.oldest[key].merge(lagging)
-        else:
-            self.oldest[key] = lagging
-
-
-def _counts(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Distinct values, ascending, and how often each occurs. Usually it is one, and then nothing is sorted."""
-    if values.min() == values.max():
-        return values[:1], np.array([len(values)])
-    return np.unique(values, return_counts=True)
+        self.lag += other.lag
 
 
 class Versions(Check):
@@ -95,110 +51,118 @@ class Versions(Check):
 
     def __init__(self, options: AuditOptions) -> None:
         self._bound = options.max_version_lag
-        self._versions: dict[int, _Version] = {}
-        self._streams: dict[str, _Stream] = {}
+        self._versions = VersionTable(_Version)
+        self._open: dict[str, OpenStream] = {}
+        self._newest: dict[str, int] = {}
+        """Of each stream whose lags are counted."""
+        self._late_tokens = self._late_responses = self._largest = 0
+        self._late: list[AgedResponse] = []
 
     def add(self, batch: AuditedBatch) -> None:
         tokens, recorded = batch.sound_tokens, batch.recorded
-        versions_S = tokens.policy_versions_T
-        if not len(versions_S):
-            return
+        self._versions.see(batch.tokens.policy_versions_T)  # as all tables by version do, for equal rows
         mass_S = np.exp(tokens.log_kept_mass_T.astype(np.float64))
-        distinct, _ = _counts(versions_S)
-        for version in distinct.tolist():
-            here_S = np.ones(len(versions_S), bool) if len(distinct) == 1 else versions_S == version
-            row = self._versions.setdefault(version, _Version())
-            row.tokens += int(here_S.sum())
-            row.excess.add(recorded.excess_S[here_S & recorded.surprisal_known_S])
-            row.mass.add_known(mass_S[here_S])
-        self._add_lags(batch)
-
-    def _add_lags(self, batch: AuditedBatch) -> None:
-        tokens = batch.sound_tokens
+        for row, where in self._versions.groups(tokens.policy_versions_T):
+            row.tokens += len(mass_S[where])
+            row.excess.add(recorded.excess_S[where][recorded.surprisal_known_S[where]])
+            row.mass.add_known(mass_S[where])
         known = np.flatnonzero(tokens.policy_versions_T != UNKNOWN_VERSION)
-        if not len(known):
-            return
-        stream = self._streams.setdefault(batch.stream, _Stream())
+        if len(known):
+            self._add_lags(batch, known)
+
+    def _add_lags(self, batch: AuditedBatch, known: Ints) -> None:
+        stream, tokens = self._stream(batch.stream), batch.sound_tokens
         rows, versions = tokens.row_T[known], tokens.policy_versions_T[known]
         begins = np.flatnonzero(np.concatenate([[True], rows[1:] != rows[:-1]]))
         newest_R = np.maximum.accumulate(np.maximum(np.maximum.reduceat(versions, begins), stream.newest))
         oldest_R = np.minimum.reduceat(versions, begins)
-        stream.newest = int(newest_R[-1])
         counts_R = np.diff(begins, append=len(known))
-        pairs, counts = _counts(versions << _BITS | np.repeat(newest_R, counts_R))
-        for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
-            key = divmod(pair, 1 << _BITS)
-            stream.tokens[key] = stream.tokens.get(key, 0) + count
-        pairs, first, counts = np.unique(oldest_R << _BITS | newest_R, return_index=True, return_counts=True)
-        place_B = np.flatnonzero(batch.counted_B & batch.sound_B)
-        for pair, number, count in zip(pairs.tolist(), first.tolist(), counts.tolist(), strict=True):
-            oldest, newest = divmod(pair, 1 << _BITS)
-            begin = begins[number]
-            token = int(known[begin + np.argmax(versions[begin : begin + counts_R[number]] == oldest)])
-            rollout_id, position = tokens.locate(token)
-            order = order_of(batch, int(place_B[tokens.row_T[token]]), position)
-            stream.keep((oldest, newest), _Lagging(count, order, rollout_id, position or 0))
+        later = OpenStream(newest=int(newest_R[-1]), tokens=[Pairs.of(versions, np.repeat(newest_R, counts_R))])
+        if self._bound is not None:
+            later.responses.append(Pairs.of(oldest_R, newest_R))
+            place_B = np.flatnonzero(batch.counted_B & batch.sound_B)
+            for number in np.flatnonzero(may_be_shown(oldest_R, newest_R, self._bound)).tolist():
+                of_response = slice(begins[number], begins[number] + counts_R[number])
+                token = int(known[of_response][np.argmin(versions[of_response])])
+                rollout_id, position = tokens.locate(token)
+                later.shown.append(
+                    AgedResponse(
+                        order=order_of(batch, int(place_B[tokens.row_T[token]]), position),
+                        rollout_id=rollout_id,
+                        position=position or 0,
+                        oldest=int(oldest_R[number]),
+                        newest=int(newest_R[number]),
+                    )
+                )
+        stream.append(later, self._bound)
+
+    def _stream(self, name: str) -> OpenStream:
+        return self._open.setdefault(name, OpenStream(newest=self._newest.get(name, NOTHING_YET)))
 
     def merge(self, other: Versions) -> None:
-        for version, theirs in other._versions.items():
-            self._versions.setdefault(version, _Version()).merge(theirs)
-        for name, stream in other._streams.items():
-            self._streams.setdefault(name, _Stream()).merge(stream)
+        assert not other._newest, "what comes after is merged before its lags are counted"
+        self._versions.merge(other._versions)
+        for name, stream in other._open.items():
+            self._stream(name).append(stream, self._bound)
+
+    def settle(self) -> None:
+        """Count lags, and let go of the pairs that they are made of."""
+        for name, stream in self._open.items():
+            self._newest[name] = stream.newest
+            for pairs in stream.tokens:
+                lag_P = pairs.lag_P
+                for row, where in self._versions.groups(pairs.version_P):
+                    row.lag += int(lag_P[where] @ pairs.count_P[where])
+                if self._bound is not None:
+                    self._late_tokens += int(pairs.count_P[lag_P > self._bound].sum())
+                    self._largest = max(self._largest, int(lag_P.max()))
+            if self._bound is not None:
+                for pairs in stream.responses:
+                    self._late_responses += int(pairs.count_P[pairs.lag_P > self._bound].sum())
+                self._late += [shown for shown in stream.shown if shown.newest - shown.oldest > self._bound]
+        self._late = sorted(self._late, key=lambda late: late.order)[:NUM_EXAMPLES]
+        self._open = {}
 
     def outcome(self) -> Outcome:
+        self.settle()
         if self._bound is None:
             reason = "no bound was asked for: say how many versions a token may lag behind (--max-version-lag)"
             return Outcome(not_tested=(NotTested(check=NAME, reason=reason, asked_for=False),))
-        if not self._streams:
+        if not self._newest:
             reason = "no policy versions are recorded: have the engine record which weights draw each token"
             return Outcome(not_tested=(NotTested(check=NAME, reason=reason),))
-        streams = self._streams.values()
-        tokens = sum(n for s in streams for (version, newest), n in s.tokens.items() if newest - version > self._bound)
-        if not tokens:
+        if not self._late_tokens:
             return Outcome()
-        late = [
-            (entry, newest, version)
-            for s in streams
-            for (version, newest), entry in s.oldest.items()
-            if newest - version > self._bound
-        ]
-        late.sort(key=lambda found: found[0].order)
-        responses = sum(entry.responses for entry, _, _ in late)
-        largest = max(newest - version for _, newest, version in late)
         evidence = Evidence(
             kind=FindingKind.STALENESS,
             severity=Severity.WARNING,
-            count=tokens,
-            responses=responses,
-            summary=f"{tokens:,} tokens in {responses:,} responses lag more than {self._bound} versions behind, the "
-            f"most by {largest}",
+            count=self._late_tokens,
+            responses=self._late_responses,
+            summary=f"{self._late_tokens:,} tokens in {self._late_responses:,} responses lag more than {self._bound} "
+            f"versions behind, the most by {self._largest}",
             advice=ADVICE[FindingKind.STALENESS].act,
             examples=tuple(
                 Example(
-                    rollout_id=entry.rollout_id,
-                    position=entry.position,
-                    detail=f"version {version}, recorded when version {newest} had drawn",
+                    rollout_id=late.rollout_id,
+                    position=late.position,
+                    detail=f"version {late.oldest}, recorded when version {late.newest} had drawn",
                 )
-                for entry, newest, version in late[:NUM_EXAMPLES]
+                for late in self._late
             ),
         )
         return Outcome(evidence=(evidence,))
 
     def contribute(self, report: AuditReport) -> AuditReport:
-        lags: dict[int, list[int]] = {}
-        for stream in self._streams.values():
-            for (version, newest), count in stream.tokens.items():
-                total = lags.setdefault(version, [0, 0])
-                total[0] += (newest - version) * count
-                total[1] += count
+        self.settle()
         rows = []
-        for version, row in sorted(self._versions.items()):
-            lag, count = lags.get(version, (0, 0))
+        for first, last, row in self._versions.rows():
+            known = first != UNKNOWN_VERSION
             rows.append(
                 VersionRow(
-                    version=None if version == UNKNOWN_VERSION else version,
+                    version=first if known else None,
+                    last_version=last if known else None,
                     tokens=row.tokens,
-                    mean_lag=lag / count if count else None,
+                    mean_lag=row.lag / row.tokens if known else None,
                     surprisal_excess=row.excess.mean,
                     kept_mass_mean=row.mass.mean,
                     mean_log_ratio=None,
