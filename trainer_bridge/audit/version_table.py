@@ -75,7 +75,9 @@ class VersionTable(Generic[Counts]):
             self._row(row >> shift).merge(counts)
 
     def _row(self, row: int) -> Counts:
-        return self._rows.setdefault(row, self.kind()) if row not in self._rows else self._rows[row]
+        if row not in self._rows:
+            self._rows[row] = self.kind()
+        return self._rows[row]
 
     def groups(self, versions: Ints) -> Iterator[tuple[Counts, Where]]:
         """Each row that has some of these versions, all of them seen, and where they are."""

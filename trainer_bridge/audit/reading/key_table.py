@@ -87,25 +87,49 @@ class KeyTable:
             yield np.frombuffer(file.read(), _ROW)
             file.seek(0, 2)
 
-    def shared(self) -> tuple[Rows, Rows]:
-        """Rows whose key occurs more than once, and for each the first row with that key; in order of key and place."""
+    def shared(self, without: Rows | None = None) -> tuple[Rows, Rows]:
+        """Rows whose key occurs more than once, ascending, and for each the first row with that key.
+
+        The rows in `without`, ascending, are left out.
+        """
         rows: list[Rows] = [np.zeros(0, np.int64)]
         firsts: list[Rows] = [np.zeros(0, np.int64)]
         for of_key, begins in self.groups():
+            if without is not None and len(without):
+                of_key, begins = _left(of_key, begins, without)
             counts = np.diff(begins, append=len(of_key))
-            first_R = np.repeat(of_key[begins], counts)
-            many_R = np.repeat(counts > 1, counts)
-            rows.append(of_key[many_R])
-            firsts.append(first_R[many_R])
-        return np.concatenate(rows), np.concatenate(firsts)
+            many_K = counts > 1
+            rows.append(of_key[np.repeat(many_K, counts)])
+            firsts.append(np.repeat(of_key[begins[many_K]], counts[many_K]))
+        row, first = np.concatenate(rows), np.concatenate(firsts)
+        rows.clear()
+        firsts.clear()
+        order = np.argsort(row)
+        return row[order], first[order]
 
     def sizes(self, without: Rows) -> dict[int, int]:
-        """How many keys have so many rows, those in `without` left out."""
+        """How many keys have so many rows, those in `without`, ascending, left out."""
         found: dict[int, int] = {}
         for of_key, begins in self.groups():
-            kept_R = ~np.isin(of_key, without) if len(without) else np.ones(len(of_key), bool)
+            kept_R = ~among(of_key, without)
             sizes, keys = np.unique(np.add.reduceat(kept_R.astype(np.int64), begins), return_counts=True)
             for size, count in zip(sizes.tolist(), keys.tolist(), strict=True):
                 if size:
                     found[size] = found.get(size, 0) + count
         return dict(sorted(found.items()))
+
+
+def _left(of_key: Rows, begins: Rows, without: Rows) -> tuple[Rows, Rows]:
+    """As of `KeyTable.groups`, of the rows that are left."""
+    kept_R = ~among(of_key, without)
+    kept_K = np.add.reduceat(kept_R.astype(np.int64), begins)
+    kept_K = kept_K[kept_K > 0]
+    return of_key[kept_R], np.cumsum(kept_K) - kept_K
+
+
+def among(rows: Rows, others: Rows) -> NDArray[np.bool_]:
+    """Whether each is one of the others, which ascend."""
+    if not len(others):
+        return np.zeros(len(rows), bool)
+    found_R: NDArray[np.bool_] = others[np.minimum(np.searchsorted(others, rows), len(others) - 1)] == rows
+    return found_R

@@ -23,9 +23,12 @@ from keptset.trainer_bridge.audit.advice import ADVICE
 from keptset.trainer_bridge.audit.check import Evidence
 from keptset.trainer_bridge.audit.reading.files import read
 from keptset.trainer_bridge.audit.reading.inputs import InputFile
-from keptset.trainer_bridge.audit.reading.key_table import KeyTable
+from keptset.trainer_bridge.audit.reading.key_table import KeyTable, among
 
 EXAMPLES = 3
+FIRSTS_AT_ONCE = 2**20
+"""Responses whose content is held beside their copies': 16 bytes each."""
+_DIGEST = np.dtype([("high", "<u8"), ("low", "<u8")])
 Rows = NDArray[np.int64]
 
 
@@ -59,45 +62,45 @@ def find_repeats(ids: KeyTable, seeds: KeyTable, places: Sequence[PartPlace], *,
     of_id, first_of_id = ids.shared()
     again = of_id != first_of_id
     copies, firsts = of_id[again], first_of_id[again]
-    order = np.argsort(copies)
-    copies, firsts = copies[order], firsts[order]
-    contents = reader.contents(np.union1d(copies, firsts)) if len(copies) else {}
-    same = np.array([contents[c] == contents[f] for c, f in zip(copies.tolist(), firsts.tolist(), strict=True)], bool)
-
-    of_seed, first_of_seed = _without(*seeds.shared(), copies)
-    shared, first_shared = np.sort(of_seed), first_of_seed[np.argsort(of_seed)]
-    counts = dict(zip(*(a.tolist() for a in np.unique(first_shared, return_counts=True)), strict=True))
-
-    first = dict(zip(copies.tolist(), firsts.tolist(), strict=True))
-    first_of_shared = dict(zip(shared.tolist(), first_shared.tolist(), strict=True))
+    del of_id, first_of_id, again
+    same = _same_content(copies, firsts, reader)
+    shared, first_shared = seeds.shared(without=copies)
 
     def of_copy(row: int) -> str:
-        return f"{reader.told(row)}; the first is {reader.told(first[row])}"
+        return f"{reader.told(row)}; the first is {reader.told(int(firsts[np.searchsorted(copies, row)]))}"
 
     def of_shared(row: int) -> str:
-        return f"{reader.told(row)}; its seed is that of {counts[first_of_shared[row]]} rows"
+        count = np.count_nonzero(first_shared == first_shared[np.searchsorted(shared, row)])
+        return f"{reader.told(row)}; its seed is that of {count} rows"
 
     evidence = (
         *_evidence(FindingKind.CONFLICT, copies[~same], reader, of_copy),
         *_evidence(FindingKind.DUPLICATE, copies[same], reader, of_copy),
         *_evidence(FindingKind.SEED_REUSED, shared, reader, of_shared),
     )
-    uncounted = np.union1d(copies, shared[shared != first_shared])
+    uncounted = np.sort(np.concatenate([copies, shared[shared != first_shared]]))
     return Repeats(evidence=evidence, copies=copies, uncounted=uncounted)
 
 
-def _without(rows: Rows, firsts: Rows, left_out: Rows) -> tuple[Rows, Rows]:
-    """The rows of shared keys that are left, each with the first of those that are left, where these are several."""
-    keep = ~np.isin(rows, left_out)
-    key = firsts[keep]
-    rows = rows[keep]
-    order = np.lexsort((rows, key))
-    rows, key = rows[order], key[order]
-    begins = np.flatnonzero(np.concatenate([[True], key[1:] != key[:-1]])) if len(key) else np.zeros(0, np.int64)
-    counts = np.diff(begins, append=len(key))
-    first = np.repeat(rows[begins], counts)
-    several = np.repeat(counts > 1, counts)
-    return rows[several], first[several]
+def _same_content(copies: Rows, firsts: Rows, reader: _RowReader) -> NDArray[np.bool_]:
+    """Whether each copy, ascending, holds what the first of its rollout_id holds.
+
+    So many firsts at a time, each with all its copies, so that their digests fit in memory.
+    """
+    same = np.zeros(len(copies), bool)
+    distinct = np.unique(firsts)
+    for begin in range(0, len(distinct), FIRSTS_AT_ONCE):
+        held = distinct[begin : begin + FIRSTS_AT_ONCE]
+        of_held = np.flatnonzero((firsts >= held[0]) & (firsts <= held[-1]))
+        copies_H, first_H = copies[of_held], np.searchsorted(held, firsts[of_held])
+        digests = np.zeros(len(held), _DIGEST)
+        # A first comes before its copies, so its digest is known when they are read.
+        for rows, found in reader.contents(np.sort(np.concatenate([held, copies_H]))):
+            is_copy = among(rows, copies_H)
+            digests[np.searchsorted(held, rows[~is_copy])] = found[~is_copy]
+            at = np.searchsorted(copies_H, rows[is_copy])
+            same[of_held[at]] = found[is_copy] == digests[first_H[at]]
+    return same
 
 
 def _evidence(kind: FindingKind, rows: Rows, reader: _RowReader, detail: Callable[[int], str]) -> Iterator[Evidence]:
@@ -134,23 +137,23 @@ class _RowReader:
     def names(self, rows: Iterable[int]) -> dict[int, str]:
         found: dict[int, str] = {}
         for held, batch in self._batches(np.array(sorted(rows), np.int64)):
-            found.update(zip(held, batch.rollout_ids, strict=True))
+            found.update(zip(held.tolist(), batch.rollout_ids, strict=True))
         return found
 
-    def contents(self, rows: Rows) -> dict[int, bytes]:
-        found: dict[int, bytes] = {}
+    def contents(self, rows: Rows) -> Iterator[tuple[Rows, NDArray[np.void]]]:
+        """The asked rows, ascending, with digests of what they hold, as they are read."""
         for held, batch in self._batches(rows):
-            found.update(zip(held, content_digests(batch), strict=True))
-        return found
+            yield held, np.frombuffer(b"".join(content_digests(batch)), _DIGEST)
 
-    def _batches(self, rows: Rows) -> Iterator[tuple[list[int], RolloutBatch]]:
+    def _batches(self, rows: Rows) -> Iterator[tuple[Rows, RolloutBatch]]:
         """The asked rows, ascending, with a batch of no others."""
-        of_part = np.searchsorted(self._first_rows, rows, side="right") - 1
-        for number in np.unique(of_part).tolist():
-            place, wanted = self._places[number], rows[of_part == number]
+        begins = np.searchsorted(rows, self._first_rows)
+        for place, begin, end in zip(self._places, begins, np.append(begins[1:], len(rows)), strict=True):
+            if begin == end:
+                continue
             first_row = place.first_row
             for batch in read(place.file, place.part, place.part + 1, start=place.start, unguarded=self._unguarded):
-                here = wanted[(wanted >= first_row) & (wanted < first_row + len(batch))]
-                if len(here):
-                    yield here.tolist(), batch.take(here - first_row)
+                here = slice(*(begin + np.searchsorted(rows[begin:end], [first_row, first_row + len(batch)])))
+                if len(rows[here]):
+                    yield rows[here], batch.take(rows[here] - first_row)
                 first_row += len(batch)
