@@ -45,11 +45,11 @@ _INDENT = 2
 def print_audit(report: AuditReport, console: Console) -> None:
     """Everything but the plots and whole responses, which are on the page."""
     style = "bold green" if report.severity is None else SEVERITY_STYLES[report.severity]
-    console.print(Text(visible(report.verdict), style=style))
-    console.print(Text(what_was_read(report.totals) + ".", style="dim"))
+    console.print(_Trimmed(Text(visible(report.verdict), style=style)))
+    console.print(_Trimmed(_dim(what_was_read(report.totals) + ".")))
     for title, body in _sections(report, console.width):
         console.print()
-        console.print(Text(title, style="bold"))
+        console.print(_Trimmed(Text(title, style="bold")))
         for part in body:
             console.print(_Trimmed(part))
 

@@ -128,7 +128,7 @@ def test_no_line_is_wider_than_the_terminal(audit_report: AuditReport, width: in
     assert max(len(line) for line in printed(audit_report, width).splitlines()) <= width
 
 
-@pytest.mark.parametrize("width", [120, 80])
+@pytest.mark.parametrize("width", [120, 80, 41, 40, 39, 38])
 def test_no_line_ends_in_spaces(audit_report: AuditReport, width: int) -> None:
     lines = printed(audit_report, width).splitlines()
     assert [line for line in lines if line != line.rstrip()] == []
