@@ -251,6 +251,8 @@ def _swapped(batch: RolloutBatch, rows: Rows, scored: Scored | None) -> RolloutB
     found = batch.arrow.take(pa.array(rows, pa.int64())).to_pylist()
     for one, other in zip(found[::2], found[1::2], strict=True):
         both = min(len(one["token_ids"]), len(other["token_ids"]))
+        if one["kept_ids"][:both] == other["kept_ids"][:both]:
+            continue  # as of short answers to one prompt: nothing is swapped
         for name in ("kept_ids", "kept_logprobs"):
             mine, theirs = one[name], other[name]
             one[name], other[name] = [*theirs[:both], *mine[both:]], [*mine[:both], *theirs[both:]]

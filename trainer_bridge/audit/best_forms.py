@@ -29,7 +29,9 @@ MAX_ELEMENTS = 1 << 22
 """Logits of a response that exist at once: 16 MiB of float32."""
 
 EXPLAINED = 1e-3
-"""Nats: what leaves no more than this explains b, and nothing further is tried."""
+"""Nats: what leaves no more than this explains b, and nothing further is tried,"""
+EXPLAINED_PART = 0.01
+"""if it is no more than this part of the residual either: where that is small itself, chance comes near it."""
 
 Forms = dict[Form, Floats]
 """b [T] under each."""
@@ -67,8 +69,9 @@ def best_forms(
     it is many."""
     forms = dict(near)
     misfits = {f: misfit(affected, b_T, value_T) for f, value_T in forms.items()}
+    enough = min(EXPLAINED, EXPLAINED_PART * affected.residual)
     for more_of in further:
-        if any(value <= EXPLAINED for value in misfits.values()):
+        if any(value <= enough for value in misfits.values()):
             break
         more = more_of()
         forms |= more

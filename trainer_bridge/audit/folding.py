@@ -3,7 +3,7 @@
     cause                                              explains
     lengths, nulls, range, sorted, empty_set, member   what else looks wrong in a set that is not whole
     logprob                                            distribution (b disagrees with it)
-    distribution                                       logprob_mismatch, unit_mean
+    distribution                                       logprob_mismatch
     logprob_mismatch                                   surprisal, unit_mean: both are made of b
     a named fault of b                                 every way in which b, or the set, disagrees with something
     mask_swapped                                       set_size, where the other response had a larger top_k
@@ -11,8 +11,9 @@
     staleness                                          support_drift
 
 A symptom is folded under a cause where it is seen in no response without one. A statistical finding is about all
-responses together, so it is folded as soon as there is a cause: once that is put right the test says more. `conflict`,
-`duplicate`, `seed_reused`, `set_size` and the like explain nothing, and follow from nothing else.
+responses together, so it is folded as soon as there is a cause among what it counts, which responses with structural
+errors are not: once the cause is put right the test says more. `conflict`, `duplicate`, `seed_reused`, `set_size` and
+the like explain nothing, and follow from nothing else.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ EXPLAINS: Mapping[Kind, frozenset[Kind]] = {
     Kind.SORTED: frozenset({Kind.LENGTHS, Kind.MEMBER, Kind.DISTRIBUTION, Kind.LOGPROB_MISMATCH}),
     Kind.EMPTY_SET: frozenset({Kind.LENGTHS}),
     Kind.RANGE: frozenset({Kind.SORTED, Kind.MEMBER, Kind.DISTRIBUTION, Kind.LOGPROB_MISMATCH}),
-    Kind.MEMBER: frozenset({Kind.LENGTHS, Kind.LOGPROB, Kind.DISTRIBUTION, Kind.LOGPROB_MISMATCH, Kind.UNIT_MEAN}),
-    Kind.LOGPROB: frozenset({Kind.DISTRIBUTION, Kind.LOGPROB_MISMATCH, Kind.UNIT_MEAN}),
-    Kind.DISTRIBUTION: frozenset({Kind.LOGPROB_MISMATCH, Kind.UNIT_MEAN}),
+    Kind.MEMBER: frozenset({Kind.LENGTHS, Kind.LOGPROB, Kind.DISTRIBUTION, Kind.LOGPROB_MISMATCH}),
+    Kind.LOGPROB: frozenset({Kind.DISTRIBUTION, Kind.LOGPROB_MISMATCH}),
+    Kind.DISTRIBUTION: frozenset({Kind.LOGPROB_MISMATCH}),
     Kind.LOGPROB_MISMATCH: frozenset({Kind.SURPRISAL, Kind.UNIT_MEAN}),
     Kind.DRAWS: frozenset({Kind.SURPRISAL, Kind.UNIT_MEAN}),
     Kind.SURPRISAL: frozenset({Kind.UNIT_MEAN}),

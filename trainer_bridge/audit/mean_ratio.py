@@ -1,11 +1,18 @@
 """Whether the mean of exp(d) is 1: mergeable sums, and the test of them.
 
     for y drawn from pi_b over K:   E[w] = 1,   w = exp(l - b),   whatever the trainer's weights
-    z = (mean - 1) / se,   se = sqrt(sum (w - 1)^2) / n
+    z = (mean - 1) / se,   se = sqrt(max(sum e^2, sum v)) / n,   e = w - 1
+
+What was drawn says too little of what was not: where one id nearly takes all, hundreds of tokens go by without the rare
+ones that bring the mean back to 1. But b and l of the token drawn tell the mass that each side leaves to all others,
+and so what e is there on average, and the variance v of a draw that tells only these two apart:
+
+    e' = min((1 - exp l) / (1 - exp b), PLAUSIBLE) - 1         v = p e^2 + (1 - p) e'^2,  p = exp b
 
 A mean that a few tokens carry is not normal, and in most samples falls short of 1 for honest draws. Then only what is
-certain at any tail is tested, on one side:  E[min(w, C)] <= 1,  so that a larger mean of these bounded numbers shows a
-fault; a smaller one shows nothing.
+certain at any tail is tested, on one side: for any fraction f below 1 the product of 1 + f e has expectation 1, so by
+Markov's inequality it exceeds 1 / a with probability a at most, and so does the mean of such products. A mean above 1
+shows there; one below 1 shows nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +30,12 @@ EFFECT_BOUND = 0.002
 """|mean ratio - 1| below which nothing is found."""
 MAX_SKEW = 0.1
 """Of the mean, by the third central moment. Five standard errors out the normal tail is then off by a factor of 8."""
+PLAUSIBLE = 10.0
+"""Times as probable as to the sampler: more than this the ids that were not drawn are not taken to be."""
+FRACTIONS = (0.9, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
+"""f."""
 CAP = 4.0
-"""C."""
+"""Of ratios in the effect that is told where a few carry the mean."""
 FEWEST = 30
 """Tokens."""
 _ROUNDING = 2.0**-32
@@ -35,30 +46,39 @@ LARGEST = 50.0
 
 @dataclass
 class MeanRatio:
-    """Sums over e = w - 1, and over min(w, C) - 1."""
+    """Sums over e, over what b and l tell of ids that were not drawn, and over the logs of the products' factors."""
 
     e: ExactSum = field(default_factory=ExactSum)
     e2: ExactSum = field(default_factory=ExactSum)
     e3: ExactSum = field(default_factory=ExactSum)
+    variance: ExactSum = field(default_factory=ExactSum)
     capped: ExactSum = field(default_factory=ExactSum)
-    capped2: ExactSum = field(default_factory=ExactSum)
+    """min(w, CAP) - 1."""
+    products: tuple[ExactSum, ...] = field(default_factory=lambda: tuple(ExactSum() for _ in FRACTIONS))
 
-    def add(self, log_ratios: NDArray[np.float64]) -> None:
-        """Count finite log ratios."""
-        e = np.expm1(np.minimum(log_ratios, LARGEST))
-        capped = np.minimum(e, CAP - 1)
+    def add(self, log_ratios_T: NDArray[np.float64], behavior_T: NDArray[np.float64]) -> None:
+        """Count finite log ratios [T], and the b that they are to."""
+        e = np.expm1(np.minimum(log_ratios_T, LARGEST))
+        p, others = np.exp(behavior_T), -np.expm1(np.minimum(behavior_T, 0.0))
+        others_now = -np.expm1(np.minimum(behavior_T + log_ratios_T, 0.0))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            e_others = np.where(others > 0, np.minimum(others_now / others, PLAUSIBLE) - 1, 0.0)
         for total, values in (
             (self.e, e),
             (self.e2, e * e),
             (self.e3, e * e * e),
-            (self.capped, capped),
-            (self.capped2, capped * capped),
+            (self.variance, p * e**2 + others * e_others**2),
+            (self.capped, np.minimum(e, CAP - 1)),
         ):
             total.add(values)
+        for total, fraction in zip(self.products, FRACTIONS, strict=True):
+            total.add(np.log1p(fraction * e))
 
     def merge(self, other: MeanRatio) -> None:
-        for name in ("e", "e2", "e3", "capped", "capped2"):
+        for name in ("e", "e2", "e3", "variance", "capped"):
             getattr(self, name).merge(getattr(other, name))
+        for mine, theirs in zip(self.products, other.products, strict=True):
+            mine.merge(theirs)
 
     @property
     def count(self) -> int:
@@ -76,9 +96,14 @@ class MeanRatio:
         """Why the test cannot be made; None where it can."""
         if self.count < FEWEST:
             return f"{self.count} tokens are too few for their mean ratio to say anything; {FEWEST} would do"
-        if self._is_normal or self.capped.total > 0:
+        if self._is_normal or self._log_product > 0:
             return None
         return f"a few of the {self.count:,} tokens carry the mean ratio: more tokens or fresher weights are needed"
+
+    @property
+    def _variance(self) -> float:
+        """Of the sum of e."""
+        return max(self.e2.total, self.variance.total) + self.count * _ROUNDING
 
     @property
     def _is_normal(self) -> bool:
@@ -89,17 +114,28 @@ class MeanRatio:
         third = self.e3.total - 3 * mean * self.e2.total + 2 * n * mean**3
         return bool(abs(third) <= MAX_SKEW * second**1.5)
 
+    @property
+    def _log_product(self) -> float:
+        """Of the mean over FRACTIONS."""
+        logs = [total.total for total in self.products]
+        top = max(logs)
+        return top + math.log(sum(math.exp(one - top) for one in logs) / len(logs))
+
     def test(self, name: str) -> HypothesisTest:
         """The test; only where there is no obstacle."""
-        two_sided = self._is_normal
-        total, squares = (self.e, self.e2) if two_sided else (self.capped, self.capped2)
-        z = total.total / math.sqrt(squares.total + self.count * _ROUNDING)
+        if self._is_normal:
+            z = self.e.total / math.sqrt(self._variance)
+            p_value, effect, effect_name = math.erfc(abs(z) / math.sqrt(2)), abs(self.e.total), "|mean ratio - 1|"
+        else:
+            z = self._log_product
+            p_value, effect = min(1.0, math.exp(-z)), max(self.capped.total, 0.0)
+            effect_name = f"mean ratio, none above {CAP:g}, - 1"
         return HypothesisTest(
             name=name,
             statistic=z,
-            p_value=math.erfc(abs(z) / math.sqrt(2)) if two_sided else math.erfc(z / math.sqrt(2)) / 2,
-            effect=abs(total.total) / self.count if two_sided else max(total.total, 0.0) / self.count,
-            effect_name="|mean ratio - 1|" if two_sided else f"mean ratio, none above {CAP:g}, - 1",
+            p_value=p_value,
+            effect=effect / self.count,
+            effect_name=effect_name,
             effect_bound=EFFECT_BOUND,
             count=self.count,
         )

@@ -31,7 +31,12 @@ class Recorded:
     def excess_S(self) -> Floats:
         """-b - H in nats; its expectation is 0."""
         b_S = self.tokens.behavior_logprobs_T.astype(np.float64)
-        return -b_S - self._column(self.batch.kept_entropy)
+        return -b_S - self.entropy_S
+
+    @cached_property
+    def entropy_S(self) -> Floats:
+        """H."""
+        return self._column(self.batch.kept_entropy)
 
     @cached_property
     def variance_S(self) -> Floats:

@@ -89,7 +89,7 @@ def test_surprisal_is_the_oracles(batch: RolloutBatch) -> None:
     b, h, var = (getattr(batch, name).values for name in ("behavior_logprobs", "kept_entropy", "kept_logprob_var"))
     z = reference.surprisal_z(b, h, var)
     assert test.statistic == pytest.approx(z, rel=1e-6)
-    assert test.p_value == pytest.approx(reference.normal_p_value(z), rel=1e-6)
+    assert z > 0 and reference.normal_p_value(z) < test.p_value < 1.2 * reference.normal_p_value(z), "the heavier tail"
     choices = int((var > 0).sum())
     assert test.count == choices
     assert test.effect == pytest.approx(abs(np.sum(-np.float64(b) - h)) / choices, rel=1e-6)

@@ -5,7 +5,9 @@ Legend: T tokens, N kept ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from itertools import product
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +19,9 @@ from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.trainer_bridge import reference
 from keptset.trainer_bridge.audit.checks.draws import Draws
 from keptset.trainer_bridge.audit.checks.surprisal import Surprisal
+from keptset.trainer_bridge.audit.mean_ratio import MeanRatio
 from keptset.trainer_bridge.audit.options import AuditOptions
+from keptset.trainer_bridge.audit.surprisal_tail import least_third_moment, p_value
 from keptset.trainer_bridge.audit.unit_audit import audited
 from keptset.trainer_bridge.audit.verdict import decide, fold
 
@@ -112,6 +116,8 @@ def test_greedy_tokens_recorded_as_draws_are_found_by_the_surprisal_of_the_files
     surprisal, _ = counted(*(redrawn(recorded, random, sharpened=50.0) for _ in range(3)))
     (test,) = surprisal.outcome().tests
     assert test.p_value < 1e-9 and test.effect > 0.3
+    (finding,) = surprisal.outcome().evidence
+    assert finding.responses == 45
 
 
 def test_what_merges_is_what_one_check_would_have_counted(recorded: RolloutBatch) -> None:
@@ -133,3 +139,54 @@ def test_without_whole_distributions_draws_are_not_counted(honest: Callable[...,
     _, draws = counted(honest(15, tokens=30, distributions=False))
     assert draws.outcome().tests == ()
     assert "kept_logprobs" in draws.outcome().not_tested[0].reason
+
+
+LEVELS = (1e-2, 1e-4, 1e-6)
+
+
+def chances(count: int, rare: float) -> Iterator[tuple[int, float]]:
+    """How many of so many draws are rare, and the chance of that, exactly."""
+    for k in range(min(count, 400) + 1):
+        log_ways = math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1)
+        yield k, math.exp(log_ways + k * math.log(rare) + (count - k) * math.log1p(-rare))
+
+
+@pytest.mark.parametrize("others", [1, 200])
+@pytest.mark.parametrize(("count", "rare"), [(100, 0.001), (200, 0.001), (1000, 0.003), (5000, 3e-4), (1000, 0.1)])
+def test_honest_draws_of_which_few_are_rare_are_no_more_often_surprising_than_the_level_says(
+    count: int, rare: float, others: int
+) -> None:
+    """One id has 1 - rare, others share the rest alike: how often which z occurs is the binomial distribution's."""
+    log_top, log_rare = math.log1p(-rare), math.log(rare / others)
+    entropy = -(1 - rare) * log_top - rare * log_rare
+    variance = (1 - rare) * log_top**2 + rare * log_rare**2 - entropy**2
+    third = count * float(least_third_moment(np.array([entropy]), np.array([variance]))[0])
+    of_k = [
+        (chance, p_value(-(count - k) * log_top - k * log_rare - count * entropy, count * variance, third))
+        for k, chance in chances(count, rare)
+    ]
+    for level in LEVELS:
+        assert sum(chance for chance, p in of_k if p <= level) <= 2.5 * level
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.1, 0.5, 2.0, 10.0])
+@pytest.mark.parametrize(("count", "rare"), [(100, 0.01), (300, 0.01), (1000, 0.003), (3000, 0.003), (300, 0.001)])
+def test_a_trainer_that_is_sharper_or_flatter_has_a_mean_ratio_of_1_however_few_draws_are_rare(
+    count: int, rare: float, ratio: float
+) -> None:
+    """To half of the tokens' rare id the sampler gives `rare`, to that of the others thrice as much, and the trainer
+    `ratio` times that; so the mean of w is exactly 1."""
+    b = np.log([1 - rare, rare, 1 - 3 * rare, 3 * rare])
+    d = np.log([1 - rare * ratio, rare * ratio, 1 - 3 * rare * ratio, 3 * rare * ratio]) - b
+    found = dict.fromkeys(LEVELS, 0.0)
+    for (k, chance), (k3, chance3) in product(chances(count // 2, rare), chances(count // 2, 3 * rare)):
+        if chance * chance3 < 1e-9:
+            continue
+        sums = MeanRatio()
+        drawn = np.repeat([0, 1, 2, 3], [count // 2 - k, k, count // 2 - k3, k3])
+        sums.add(d[drawn], b[drawn])
+        if sums.obstacle() is None:
+            test = sums.test("mean")
+            for level in LEVELS:
+                found[level] += chance * chance3 * (test.p_value <= level and test.effect >= test.effect_bound)
+    assert all(share <= 2.5 * level for level, share in found.items())

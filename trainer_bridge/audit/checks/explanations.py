@@ -91,9 +91,10 @@ class Explanations(Check):
             row = int(rows[one.row])
             fit, best = _fit(one, tokens, scores, frozenset(kind for kind in _ERRORS if row in errors[kind]))
             self.counts.add(fit, len(one.at_A))
-            ratios = ratio_T[one.tokens]
             if not (one.few or fit.errors) and tokens.logprob_domain_B[one.row] == LogprobDomain.KEPT.value:
-                self.mean_ratios.setdefault(fit.bin, MeanRatio()).add(ratios[np.isfinite(ratios)])
+                finite = one.tokens[np.isfinite(ratio_T[one.tokens])]
+                of_bin = self.mean_ratios.setdefault(fit.bin, MeanRatio())
+                of_bin.add(ratio_T[finite], tokens.behavior_logprobs_T[finite].astype(np.float64))
             self._show(batch, row, one, fit, best, expected_T)
 
     def _see_versions(self, tokens: SampledTokens, scores: TokenScores) -> None:

@@ -24,6 +24,7 @@ from keptset.trainer_bridge.audit.options import AuditOptions
 from keptset.trainer_bridge.audit.refusals import add_reasons
 from keptset.trainer_bridge.audit.report import AuditReport, HeatMap, Histogram, RatioRow, SettingRow, VersionRow
 from keptset.trainer_bridge.audit.settings import setting_names
+from keptset.trainer_bridge.audit.version_table import VersionTable
 from keptset.trainer_bridge.ratio_sums import RatioSums
 from keptset.trainer_bridge.sampled_tokens import UNKNOWN_VERSION
 
@@ -98,7 +99,7 @@ class Ratios(Check):
 
     def __init__(self, options: AuditOptions) -> None:
         self._settings: dict[str, _Setting] = {}
-        self._versions: dict[int, _Version] = {}
+        self._versions = VersionTable(_Version)
         self._kept = np.zeros(len(LOG_RATIO_EDGES) - 1, np.int64)
         self._full = np.zeros(len(LOG_RATIO_EDGES) - 1, np.int64)
         self._heat = np.zeros((len(ABS_EDGES) - 1, len(POSITION_EDGES) - 1), np.int64)
@@ -108,6 +109,7 @@ class Ratios(Check):
         self._responses = 0
 
     def add(self, batch: AuditedBatch) -> None:
+        self._versions.see(batch.tokens.policy_versions_T)
         ratios, scores = log_ratios(batch), batch.scores
         if ratios is None or scores is None:
             return
@@ -144,19 +146,18 @@ class Ratios(Check):
         return self._settings.setdefault(name, _Setting())
 
     def _add_versions(self, batch: AuditedBatch, ratios: LogRatios) -> None:
-        version_T = batch.tokens.policy_versions_T
-        for version in np.unique(version_T).tolist():
-            d = ratios.kept_T[(version_T == version) & ~np.isnan(ratios.kept_T)]
-            row = self._versions.setdefault(version, _Version())
+        known = np.flatnonzero(~np.isnan(ratios.kept_T))
+        d_T, b_T = ratios.kept_T[known], batch.tokens.behavior_logprobs_T[known].astype(np.float64)
+        for row, where in self._versions.groups(batch.tokens.policy_versions_T[known]):
+            d = d_T[where]
             row.d.add(d)
             row.abs_d.add(np.abs(d))
-            row.mean.add(d)
+            row.mean.add(d, b_T[where])
 
     def merge(self, other: Ratios) -> None:
         for name, theirs in other._settings.items():
             self._of(name).merge(theirs)
-        for version, row in other._versions.items():
-            self._versions.setdefault(version, _Version()).merge(row)
+        self._versions.merge(other._versions)
         self._kept += other._kept
         self._full += other._full
         self._heat += other._heat

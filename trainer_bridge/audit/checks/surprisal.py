@@ -1,6 +1,6 @@
 """Are sampled tokens as probable, on average, as draws from what was recorded?
 
-    z = sum(-b - H) / sqrt(sum Var(log p))     standard normal for an honest sampler
+    z = sum(-b - H) / sqrt(sum Var(log p))     about standard normal for an honest sampler: see `surprisal_tail`
 
 Sees a sampler whose draws are too sharp or too flat, from columns that are always there. Cannot see what leaves the
 mean of log p where it is; `draws` sees more, where whole distributions are recorded. Tokens whose b is over the kept
@@ -20,12 +20,13 @@ from keptset.trainer_bridge.audit.audited_batch import AuditedBatch
 from keptset.trainer_bridge.audit.check import Check, Evidence, HypothesisTest, NotTested, Outcome
 from keptset.trainer_bridge.audit.exact_sum import ExactSum
 from keptset.trainer_bridge.audit.options import AuditOptions
+from keptset.trainer_bridge.audit.surprisal_tail import least_third_moment, p_value
 
 NAME = "surprisal"
 EFFECT_BOUND = 0.005
 """Nats: as a factor on probabilities, half a percent."""
 FEWEST = 100
-"""Tokens with a choice; for fewer the sum is not near enough to normal."""
+"""Tokens with a choice; for fewer the tail is not near enough to what is known of it."""
 
 
 class Surprisal(Check):
@@ -34,9 +35,9 @@ class Surprisal(Check):
     name = NAME
 
     def __init__(self, options: AuditOptions) -> None:
-        self._excess, self._variance = ExactSum(), ExactSum()
-        self._choices = 0
-        """Tokens with Var > 0."""
+        self._excess, self._variance, self._third = ExactSum(), ExactSum(), ExactSum()
+        self._choices = self._responses = 0
+        """Tokens with Var > 0, and responses with such tokens."""
 
     def add(self, batch: AuditedBatch) -> None:
         recorded = batch.recorded
@@ -44,12 +45,17 @@ class Surprisal(Check):
         self._excess.add(recorded.excess_S[known_S])
         variance = recorded.variance_S[known_S]
         self._variance.add(variance)
-        self._choices += int(np.count_nonzero(variance))
+        self._third.add(least_third_moment(recorded.entropy_S[known_S], variance))
+        rows = recorded.tokens.row_T[known_S][variance > 0]
+        self._choices += len(rows)
+        self._responses += int(np.count_nonzero(np.diff(rows, prepend=-1)))
 
     def merge(self, other: Surprisal) -> None:
         self._excess.merge(other._excess)
         self._variance.merge(other._variance)
+        self._third.merge(other._third)
         self._choices += other._choices
+        self._responses += other._responses
 
     def outcome(self) -> Outcome:
         if self._choices < FEWEST:
@@ -64,7 +70,7 @@ class Surprisal(Check):
         test = HypothesisTest(
             name=NAME,
             statistic=z,
-            p_value=math.erfc(abs(z) / math.sqrt(2)),
+            p_value=p_value(self._excess.total, self._variance.total, self._third.total),
             effect=abs(mean),
             effect_name="|mean of -b - H|",
             effect_bound=EFFECT_BOUND,
@@ -75,7 +81,7 @@ class Surprisal(Check):
             kind=FindingKind.SURPRISAL,
             severity=Severity.ERROR,
             count=self._choices,
-            responses=0,
+            responses=self._responses,
             summary=f"sampled tokens are {direction} probable than draws from the recorded distributions: mean -b - H "
             f"is {mean:+.4f} nats over {self._choices:,} tokens (z = {z:.1f})",
             advice=ADVICE[FindingKind.SURPRISAL].act,

@@ -31,7 +31,7 @@ class UnitMean(Check):
         if ratios is None:
             return
         counted_T = ratios.sound_T & ~np.isnan(ratios.kept_T)
-        self.ratios.add(ratios.kept_T[counted_T])
+        self.ratios.add(ratios.kept_T[counted_T], batch.tokens.behavior_logprobs_T[counted_T].astype(np.float64))
         self.responses += len(np.unique(batch.tokens.row_T[counted_T]))
 
     def merge(self, other: UnitMean) -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from keptset.trainer_bridge.audit.audited_batch import AuditedBatch
 from keptset.trainer_bridge.audit.check import Check, Outcome
+from keptset.trainer_bridge.audit.log_ratios import log_ratios
 from keptset.trainer_bridge.audit.options import AuditOptions
 
 NUM_WORST = 5
@@ -44,7 +45,9 @@ class Worst(Check):
     def add(self, batch: AuditedBatch) -> None:
         if batch.scores is not None:
             tokens = batch.tokens
-            d_T = np.abs(batch.scores.kept_T - tokens.behavior_logprobs_T)
+            ratios = log_ratios(batch)
+            assert ratios is not None, "there are scores"
+            d_T = np.abs(ratios.kept_T)
             means = _means(d_T, tokens.row_T, np.isfinite(d_T) & (tokens.kept_sizes_T != 1), len(batch.counted))
             self._take(batch, batch.counted_B, means, "mean |log ratio| {:.3g}, the largest")
             return

@@ -12,11 +12,13 @@ import pytest
 
 from keptset.schemas.findings import FindingKind
 from keptset.schemas.sampling_params import SamplingParams
+from keptset.trainer_bridge.audit.best_forms import best_forms
 from keptset.trainer_bridge.audit.check import Outcome
 from keptset.trainer_bridge.audit.checks.explanations import TEST, Explanations
 from keptset.trainer_bridge.audit.explained import Fit, FitCounts, bin_of, decide
-from keptset.trainer_bridge.audit.explanations import EXPLANATIONS
+from keptset.trainer_bridge.audit.explanations import EXPLANATIONS, form
 from keptset.trainer_bridge.audit.options import AuditOptions
+from keptset.trainer_bridge.audit.residuals import Affected
 from keptset.trainer_bridge.audit.token_scores import ModelScorer
 
 HONEST = 98
@@ -265,6 +267,17 @@ def decided(*groups: tuple[Fit, int, int], clean: int = 0) -> dict[FindingKind, 
     for one, responses, tokens in groups:
         counts.add(one, tokens, responses)
     return {kind: tally.responses for kind, tally in decide(counts).named.items()}
+
+
+def test_what_is_further_away_is_tried_where_something_near_fits_by_chance() -> None:
+    """As where two samples of a prompt have each other's sets, which are nearly alike."""
+    twice, swapped = form(FindingKind.RENORMALISED_TWICE), form(FindingKind.MASK_SWAPPED, 3)
+    b_T = np.log(np.array([0.9, 0.8, 0.7, 0.6]))
+    off = Affected(row=0, tokens=np.arange(4), at_A=np.arange(4), residual=5e-3, few=False)
+    best = best_forms(off, b_T, {twice: b_T + 6e-4}, (lambda: {swapped: b_T},))
+    assert best[FindingKind.MASK_SWAPPED][1] == 3
+    far = replace(off, residual=0.5)
+    assert FindingKind.MASK_SWAPPED not in best_forms(far, b_T, {twice: b_T + 6e-4}, (lambda: {swapped: b_T},))
 
 
 def test_a_fault_needs_company_to_be_named() -> None:

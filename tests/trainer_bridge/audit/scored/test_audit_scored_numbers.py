@@ -13,11 +13,14 @@ from keptset.schemas.columns import Identity
 from keptset.schemas.findings import FindingKind
 from keptset.schemas.sampling_params import KnownParams, SamplingParams
 from keptset.trainer_bridge import reference
+from keptset.trainer_bridge.audit import version_table
 from keptset.trainer_bridge.audit.checks.budget import BudgetTable
 from keptset.trainer_bridge.audit.checks.explanations import Explanations
 from keptset.trainer_bridge.audit.checks.ratios import Ratios
 from keptset.trainer_bridge.audit.checks.support_drift import SupportDrift
 from keptset.trainer_bridge.audit.checks.unit_mean import UnitMean
+from keptset.trainer_bridge.audit.checks.worst import Worst
+from keptset.trainer_bridge.audit.checks.versions import Versions
 from keptset.trainer_bridge.audit.mean_ratio import MeanRatio
 from keptset.trainer_bridge.audit.options import AuditOptions
 from keptset.trainer_bridge.audit.recorded_logprobs import RecordedScorer
@@ -95,8 +98,12 @@ def test_b_of_another_domain_is_held_against_that_domain(scored: Any, clean: Any
     np.testing.assert_allclose(scores.expected_T, b, atol=ROUNDING)
     assert not scores.explained
     check = Ratios(AuditOptions())
-    check.add(scored.audited(world.batch(), ModelScorer(scorer=scored.TableScorer({0: world.model}))))
+    seen = scored.audited(world.batch(), ModelScorer(scorer=scored.TableScorer({0: world.model})))
+    check.add(seen)
     assert check._kept.sum() == check._full.sum() == 0
+    worst = Worst(AuditOptions())
+    worst.add(seen)
+    assert not worst.places, "a difference to b over something else is no log ratio"
     assert f"16 of 16 responses have no ratio: their b is not over the kept set, but of domain {domain} (16)" in (
         check.outcome().not_tested[0].reason
     )
@@ -242,10 +249,10 @@ def test_the_capped_mean_is_never_above_one_for_honest_draws_and_tells_wild_ones
     honest = rng.normal(-(size**2) / 2, size, 100_000)  # E[exp(d)] = 1, carried by a few
     wild = rng.normal(0, size, 1000)
     sums = MeanRatio()
-    sums.add(honest)
+    sums.add(honest, np.full(len(honest), -1.0))
     assert sums.obstacle() is not None
     sums = MeanRatio()
-    sums.add(wild)
+    sums.add(wild, np.full(len(wild), -1.0))
     assert sums.obstacle() is None
     test = sums.test("wild")
     assert test.p_value < 1e-9
@@ -327,5 +334,25 @@ def test_tables_by_setting_and_version_hold_the_oracles_ratios(scored: Any, clea
     assert row.mean == pytest.approx(np.exp(of_first).mean(), rel=1e-5)
     assert row.max_abs_log == pytest.approx(np.abs(of_first).max(), rel=1e-4)
     assert row.share_outside == pytest.approx(np.mean((np.exp(of_first) < 0.9) | (np.exp(of_first) > 1.1)))
-    assert check._versions[0].d.mean == pytest.approx(d.mean(), abs=1e-5)
+    assert check._versions.get(0).d.mean == pytest.approx(d.mean(), abs=1e-5)
     assert check._heat.sum() == check._kept.sum() == 16 * 24
+
+
+def test_ratios_and_drift_of_many_versions_are_of_the_rows_of_the_table(
+    scored: Any, clean: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_table, "MAX_ROWS", 2)
+    new = clean.model.moved(17, 0.2)
+    responses = [replace(r, policy_versions=np.full(24, row)) for row, r in enumerate(clean.responses)]
+    batch = audited(scored, replace(clean, responses=responses), {99: new})
+    table, ratios, drift = (kind(AuditOptions()) for kind in (Versions, Ratios, SupportDrift))
+    for check in (table, ratios, drift):
+        check.add(batch)
+    rows = [ratios._with_drift(row) for row in table.contribute(_Report()).versions]
+    assert [(row.version, row.last_version, row.tokens) for row in rows] == [(0, 7, 192), (8, 15, 192)]
+    of_new = replace(clean, model=new)
+    b = clean.batch().behavior_logprobs.values.astype(np.float64)
+    d = every(clean, lambda row, at: honest(of_new.position(row, at))) - b
+    assert [row.mean_log_ratio for row in rows] == pytest.approx([d[:192].mean(), d[192:].mean()], abs=1e-5)
+    (found,) = drift.outcome().evidence
+    assert "of versions 0 to 7" in found.summary or "of versions 8 to 15" in found.summary

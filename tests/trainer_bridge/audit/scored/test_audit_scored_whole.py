@@ -146,3 +146,13 @@ def test_a_trainer_that_scores_the_whole_vocabulary_fails_the_unit_mean(scored: 
     responses = [replace(r, extra={"x_l": (r.behavior_logprobs + r.log_kept_mass).tolist()}) for r in world.responses]
     report = report_of(tmp_path / "spool", replace(world, responses=responses), partial(RecordedScorer, column="x_l"))
     assert loud(report) == [FindingKind.UNIT_MEAN]
+
+
+def test_a_fault_of_one_response_does_not_hide_one_of_the_whole_run(scored: Any, tmp_path: Path) -> None:
+    """A response with an error is no part of the mean ratio, so it cannot have moved it."""
+    world = scored.draw(22, 160, scored.settings[:1])
+    responses = [replace(r, extra={"x_l": (r.behavior_logprobs + r.log_kept_mass).tolist()}) for r in world.responses]
+    of_run = replace(world, responses=responses)
+    both = of_run.with_b([5], lambda row, at: 0.5 if at == 3 else float(responses[row].behavior_logprobs[at]))
+    report = report_of(tmp_path / "spool", both, partial(RecordedScorer, column="x_l"))
+    assert loud(report) == [FindingKind.UNIT_MEAN, FindingKind.LOGPROB]
