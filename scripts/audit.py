@@ -122,7 +122,7 @@ def command(
     if against:
         _refuse_beside_against(
             {
-                "--model": model,
+                "--model": model or None,
                 "--trainer-logprobs": trainer_logprobs,
                 "--max-version-lag": max_version_lag,
                 "--filtered": filtered or None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -114,6 +115,14 @@ def test_a_cache_that_cannot_be_written_costs_the_resuming_alone(
     assert code == FOUND and f"{FILES * ROWS} responses" in out
     assert err.count("\n") == 1 and "cannot write" in err and "if it is interrupted it starts over" in err
     assert run(spool, "--no-resume")[2] == ""
+
+    def interrupt(now: Progress) -> None:
+        if now.units_done == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(audit_command, "_progress", lambda: contextlib.nullcontext(interrupt))
+    code, _, err = run(spool)
+    assert code == 130 and err == "keptset: interrupted; nothing of it was kept\n"
 
 
 def test_a_place_that_cannot_be_written_is_told_before_the_audit(run: Run, spool: Path, tmp_path: Path) -> None:
