@@ -19,8 +19,8 @@ from keptset.trainer_bridge.audit.checks.explanations import Explanations
 from keptset.trainer_bridge.audit.checks.ratios import Ratios
 from keptset.trainer_bridge.audit.checks.support_drift import SupportDrift
 from keptset.trainer_bridge.audit.checks.unit_mean import UnitMean
-from keptset.trainer_bridge.audit.checks.worst import Worst
 from keptset.trainer_bridge.audit.checks.versions import Versions
+from keptset.trainer_bridge.audit.checks.worst import Worst
 from keptset.trainer_bridge.audit.mean_ratio import MeanRatio
 from keptset.trainer_bridge.audit.options import AuditOptions
 from keptset.trainer_bridge.audit.recorded_logprobs import RecordedScorer
