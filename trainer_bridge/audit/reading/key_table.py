@@ -1,26 +1,32 @@
 """Which rows share a key, among more rows than fit in memory.
 
-A key is 16 bytes, a row its place in the order of reading. What does not fit is spread over files by the first bits of
-the key, so that equal keys meet in one of them and each file can be sorted by itself.
+A key is 16 bytes, a row its place in the order of reading. What does not fit is spread over files by some bits of the
+key, so that equal keys meet in one of them. A file is read in pieces, since all rows may have one key.
 
-Legend: R rows.
+Legend: R rows, K distinct keys.
 """
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-MEMORY_BYTES = 2**26
+MEMORY_BYTES = 2**24
 """Of rows held; more lie in temporary files."""
 _FILES = 64
-_ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("row", "<i8")])
+_TOP_BYTE = 7
+"""Of a key: the best mixed of its first number."""
+_KEY = np.dtype("S16")
+_ROW = np.dtype([("key", _KEY), ("row", "<i8")])
+_PIECE = 2**19
+"""Rows of a file that are read at once."""
 Rows = NDArray[np.int64]
 
 
@@ -47,7 +53,7 @@ class KeyTable:
     def add(self, keys_R2: NDArray[np.uint64], rows_R: Rows) -> None:
         """Take rows [R] with their keys [R, 2]."""
         added = np.empty(len(rows_R), _ROW)
-        added["high"], added["low"], added["row"] = keys_R2[:, 0], keys_R2[:, 1], rows_R
+        added["key"], added["row"] = np.ascontiguousarray(keys_R2, "<u8").view(_KEY)[:, 0], rows_R
         self._held.append(added)
         self._count += len(added)
         if self._count > self._limit:
@@ -60,32 +66,12 @@ class KeyTable:
             folder = Path(self._closing.enter_context(tempfile.TemporaryDirectory(prefix="keptset-")))
             self._files = [self._closing.enter_context((folder / str(n)).open("w+b")) for n in range(_FILES)]
         held = np.concatenate(self._held)
-        number = (held["high"] >> np.uint64(58)).astype(np.int64)
+        number = held.view(np.uint8).reshape(len(held), -1)[:, _TOP_BYTE] % _FILES
         held = held[np.argsort(number, kind="stable")]
         ends = np.cumsum(np.bincount(number, minlength=_FILES))
         for file, begin, end in zip(self._files, [0, *ends[:-1]], ends, strict=True):
             file.write(held[begin:end].tobytes())
         self._held, self._count = [], 0
-
-    def groups(self) -> Iterator[tuple[Rows, Rows]]:
-        """Rows by key, a share of the keys at a time: rows sorted by key and place, and where each key begins."""
-        if self._files:
-            self._spill()
-        for piece in self._pieces():
-            if not len(piece):
-                continue
-            piece = piece[np.lexsort((piece["row"], piece["low"], piece["high"]))]
-            changes = (piece["high"][1:] != piece["high"][:-1]) | (piece["low"][1:] != piece["low"][:-1])
-            yield piece["row"], np.concatenate([[0], np.flatnonzero(changes) + 1])
-
-    def _pieces(self) -> Iterator[NDArray[np.void]]:
-        if not self._files:
-            yield np.concatenate(self._held) if self._held else np.zeros(0, _ROW)
-            return
-        for file in self._files:
-            file.seek(0)
-            yield np.frombuffer(file.read(), _ROW)
-            file.seek(0, 2)
 
     def shared(self, without: Rows | None = None) -> tuple[Rows, Rows]:
         """Rows whose key occurs more than once, ascending, and for each the first row with that key.
@@ -94,37 +80,86 @@ class KeyTable:
         """
         rows: list[Rows] = [np.zeros(0, np.int64)]
         firsts: list[Rows] = [np.zeros(0, np.int64)]
-        for of_key, begins in self.groups():
-            if without is not None and len(without):
-                of_key, begins = _left(of_key, begins, without)
-            counts = np.diff(begins, append=len(of_key))
-            many_K = counts > 1
-            rows.append(of_key[np.repeat(many_K, counts)])
-            firsts.append(np.repeat(of_key[begins[many_K]], counts[many_K]))
-        row, first = np.concatenate(rows), np.concatenate(firsts)
+        for file in self._shares():
+            repeated = _Keys.of(self._pieces(file, without)).repeated()
+            for piece in self._pieces(file, without) if len(repeated.first_K) else ():
+                row_R, first_R = repeated.rows_in(piece)
+                rows.append(row_R)
+                firsts.append(first_R)
+        row = np.concatenate(rows)
         rows.clear()
-        firsts.clear()
         order = np.argsort(row)
-        return row[order], first[order]
+        return row[order], np.concatenate(firsts)[order]
 
     def sizes(self, without: Rows) -> dict[int, int]:
         """How many keys have so many rows, those in `without`, ascending, left out."""
         found: dict[int, int] = {}
-        for of_key, begins in self.groups():
-            kept_R = ~among(of_key, without)
-            sizes, keys = np.unique(np.add.reduceat(kept_R.astype(np.int64), begins), return_counts=True)
+        for file in self._shares():
+            sizes, keys = np.unique(_Keys.of(self._pieces(file, without)).count_K, return_counts=True)
             for size, count in zip(sizes.tolist(), keys.tolist(), strict=True):
-                if size:
-                    found[size] = found.get(size, 0) + count
+                found[size] = found.get(size, 0) + count
         return dict(sorted(found.items()))
 
+    def _shares(self) -> Iterator[BinaryIO | None]:
+        """Equal keys lie in one of these; None: what is held."""
+        if not self._files:
+            yield None
+            return
+        self._spill()
+        yield from self._files
 
-def _left(of_key: Rows, begins: Rows, without: Rows) -> tuple[Rows, Rows]:
-    """As of `KeyTable.groups`, of the rows that are left."""
-    kept_R = ~among(of_key, without)
-    kept_K = np.add.reduceat(kept_R.astype(np.int64), begins)
-    kept_K = kept_K[kept_K > 0]
-    return of_key[kept_R], np.cumsum(kept_K) - kept_K
+    def _pieces(self, file: BinaryIO | None, without: Rows | None) -> Iterator[NDArray[np.void]]:
+        if file is None:
+            pieces = iter([np.concatenate(self._held)] if self._held else [])
+        else:
+            file.seek(0)
+            pieces = (np.frombuffer(data, _ROW) for data in iter(lambda: file.read(_PIECE * _ROW.itemsize), b""))
+        for piece in pieces:
+            yield piece if without is None or not len(without) else piece[~among(piece["row"], without)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Keys:
+    """Distinct keys, ascending, with their first row and how many they have."""
+
+    key_K: NDArray[np.bytes_]
+    first_K: Rows
+    count_K: Rows
+
+    @classmethod
+    def of(cls, pieces: Iterable[NDArray[np.void]]) -> _Keys:
+        none = np.zeros(0, np.int64)
+        found = cls(key_K=np.zeros(0, _KEY), first_K=none, count_K=none)
+        for piece in pieces:
+            if len(piece):
+                found = found._with(piece["key"], piece["row"])
+        return found
+
+    def _with(self, key_R: NDArray[np.bytes_], row_R: Rows) -> _Keys:
+        key = np.concatenate([self.key_K, key_R])
+        order = np.argsort(key)
+        key = key[order]
+        begins = np.concatenate([[0], np.flatnonzero(key[1:] != key[:-1]) + 1])
+        count = np.concatenate([self.count_K, np.ones(len(row_R), np.int64)])
+        return _Keys(
+            key_K=key[begins],
+            first_K=np.minimum.reduceat(np.concatenate([self.first_K, row_R])[order], begins),
+            count_K=np.add.reduceat(count[order], begins),
+        )
+
+    def repeated(self) -> _Keys:
+        """Those with several rows."""
+        several_K = self.count_K > 1
+        return _Keys(key_K=self.key_K[several_K], first_K=self.first_K[several_K], count_K=self.count_K[several_K])
+
+    def rows_in(self, piece: NDArray[np.void]) -> tuple[Rows, Rows]:
+        """Rows with one of these keys, and the first row of each."""
+        order = np.argsort(piece["key"])
+        key_R = piece["key"][order]
+        begin_K, end_K = (np.searchsorted(key_R, self.key_K, side=side) for side in ("left", "right"))
+        counts = end_K - begin_K
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return piece["row"][order[np.repeat(begin_K, counts) + within]], np.repeat(self.first_K, counts)
 
 
 def among(rows: Rows, others: Rows) -> NDArray[np.bool_]:
