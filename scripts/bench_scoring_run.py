@@ -32,7 +32,8 @@ DENSE_ROUNDS, KEPT_PER_ROUND = 3, 5
 MEMORY_PASSES = 7
 TRIALS = 5
 """Of each number of threads in the kept way."""
-LINEAR_TOKENS = (1024, 4096, 16384, 65536)
+LINEAR_TOKENS, LINEAR_ROUNDS, LINEAR_STEPS = (1024, 4096, 16384, 65536), 7, 4
+"""Steps: passes of one size in a row, of small ones."""
 LOGIT_SCALE = 0.02
 
 
@@ -152,12 +153,21 @@ class Bench:
         # The first passes also grow the process to the size it then keeps.
         return median(extra[2:]) / self.shape.logits_bytes
 
-    def seconds_per_kept_id(self, tokens: int) -> float:
-        """Each time on sets of their own, as in training: the rows of small ones would still lie in a cache."""
-        states = self.of.normal([tokens, self.shape.hidden], 1.0)
-        cases = [kept_case(self.shape, tokens, seed=seed) for seed in range(1 + max(3, min(9, 2**16 // tokens)))]
-        times = [self.kept(hidden=True, case=case, states=states) / case.num_kept for case in cases]
-        return median(times[1:])
+    def seconds_per_kept_id(self, sizes: list[int]) -> dict[int, float]:
+        """Forward and backward to hidden states of so many tokens, the sizes in turn.
+
+        Each time on sets of their own, as in training: the rows of small ones would still lie in a cache.
+        """
+        states = {tokens: self.of.normal([tokens, self.shape.hidden], 1.0) for tokens in sizes}
+        times: dict[int, list[float]] = {tokens: [] for tokens in sizes}
+        for number in range(1 + LINEAR_ROUNDS):
+            for tokens in sizes:
+                for step in range(max(1, min(LINEAR_STEPS, max(sizes) // (4 * tokens)))):
+                    case = kept_case(self.shape, tokens, seed=LINEAR_STEPS * number + step)
+                    seconds = self.kept(hidden=True, case=case, states=states[tokens])
+                    if number:
+                        times[tokens].append(seconds / case.num_kept)
+        return {tokens: median(of_size) for tokens, of_size in times.items()}
 
 
 def _status(name: str) -> int:
@@ -216,7 +226,7 @@ def measure(of: Any, shape: Shape, say: Callable[[str], None]) -> dict[str, Any]
                     kept[of_kept] += [bench.kept(**way) for _ in range(KEPT_PER_ROUND)]
     say("growth with the number of kept ids")
     sizes = [tokens for tokens in LINEAR_TOKENS if tokens <= 32 * shape.tokens]
-    per_id = {tokens: bench.seconds_per_kept_id(tokens) for tokens in sizes}
+    per_id = bench.seconds_per_kept_id(sizes)
     dense_s = {name: median(times) for name, times in dense.items()}
     kept_s = {name: median(times) for name, times in kept.items()}
     products = {"forward": 1, "backward_hidden": 2, "backward_head": 3}

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from keptset.trainer_bridge import reference
 from keptset.trainer_bridge.scoring import Head, host_pairs, score_from_hidden
-from keptset.trainer_bridge.scoring.host_pairs import HostWork, add_weighted_rows, dots, host_threads, weighted_rows
+from keptset.trainer_bridge.scoring.host_pairs import (
+    HostPairs,
+    HostWork,
+    add_weighted_rows,
+    dots,
+    host_threads,
+    weighted_rows,
+)
 
 VOCAB = 300
 WIDE: dict[str, Any] = {"float32": np.float32, "float64": np.float64}
@@ -40,15 +47,15 @@ def check(
     weight_M = np.random.default_rng(seed).normal(size=len(ids_M))
     expected_RH = np.zeros(h.shape)
     np.add.at(expected_RH, rows_M, weight_M[:, None] * w[ids_M])
-    z_M = dots(hidden_RH, table_VH, rows_M, ids_M, how)
-    got_RH = weighted_rows(table_VH, rows_M, ids_M, weight_M, len(h), how)
+    z_M = dots(hidden_RH, table_VH, HostPairs(rows_M, ids_M), how)
+    got_RH = weighted_rows(table_VH, HostPairs(rows_M, ids_M), weight_M, len(h), how)
     atol = TOLERANCE[np.dtype(how.dtype).name] * np.sqrt(h.shape[1])
     assert z_M.dtype == got_RH.dtype == how.dtype
     np.testing.assert_allclose(z_M, np.sum(h[rows_M] * w[ids_M], axis=1), rtol=0, atol=atol)
     np.testing.assert_allclose(got_RH, expected_RH, rtol=0, atol=atol * max(1, np.sqrt(len(ids_M))))
     before_RH = np.random.default_rng(seed + 1).normal(size=h.shape).astype(how.dtype)
     sums_RH = before_RH.copy()
-    add_weighted_rows(sums_RH, table_VH, rows_M, ids_M, weight_M, how)
+    add_weighted_rows(sums_RH, table_VH, HostPairs(rows_M, ids_M), weight_M, how)
     np.testing.assert_allclose(sums_RH, before_RH + expected_RH, rtol=0, atol=atol * max(1, np.sqrt(len(ids_M))))
     assert (got_RH[np.setdiff1d(np.arange(len(h)), rows_M)] == 0).all(), "a row without a pair has a gradient"
 
@@ -121,11 +128,13 @@ def test_threads_give_the_same_numbers_every_time(rng: np.random.Generator) -> N
     rows_M, ids_M, num_rows = pairs_of(rng, [300, 2, 2, 5, 1000] * 8)
     hidden_RH, table_VH = tables(rng, num_rows, 64)
     how, weight_M = work(threads=4, scratch_bytes=1 << 16), rng.normal(size=len(ids_M))
-    z_M = dots(hidden_RH, table_VH, rows_M, ids_M, how)
-    sums_RH = weighted_rows(table_VH, rows_M, ids_M, weight_M, num_rows, how)
+    z_M = dots(hidden_RH, table_VH, HostPairs(rows_M, ids_M), how)
+    sums_RH = weighted_rows(table_VH, HostPairs(rows_M, ids_M), weight_M, num_rows, how)
     for _ in range(5):
-        np.testing.assert_array_equal(dots(hidden_RH, table_VH, rows_M, ids_M, how), z_M)
-        np.testing.assert_array_equal(weighted_rows(table_VH, rows_M, ids_M, weight_M, num_rows, how), sums_RH)
+        np.testing.assert_array_equal(dots(hidden_RH, table_VH, HostPairs(rows_M, ids_M), how), z_M)
+        np.testing.assert_array_equal(
+            weighted_rows(table_VH, HostPairs(rows_M, ids_M), weight_M, num_rows, how), sums_RH
+        )
 
 
 def traced_peak(run: Callable[[], Any]) -> int:
@@ -150,9 +159,9 @@ def test_what_is_read_at_once_stays_within_the_bound(
     weight_M, scratch_bytes = np.ones(len(ids_M)), 4 << 20
     how = work(threads=threads, scratch_bytes=scratch_bytes)
     numbers = 100 * len(ids_M)  # what is kept of each pair: where it stands, its id, its logit
-    assert traced_peak(lambda: dots(hidden_RH, table_VH, rows_M, ids_M, how)) <= scratch_bytes + numbers
+    assert traced_peak(lambda: dots(hidden_RH, table_VH, HostPairs(rows_M, ids_M), how)) <= scratch_bytes + numbers
     returned = 4 * num_rows * 1024
-    peak = traced_peak(lambda: weighted_rows(table_VH, rows_M, ids_M, weight_M, num_rows, how))
+    peak = traced_peak(lambda: weighted_rows(table_VH, HostPairs(rows_M, ids_M), weight_M, num_rows, how))
     assert peak <= scratch_bytes + numbers + returned
 
 

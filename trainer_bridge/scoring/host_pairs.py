@@ -18,7 +18,9 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,8 +53,7 @@ class HostWork:
         return threads, max(1, min(4 * _BATCH_BYTES, self.scratch_bytes // threads) // pair_bytes)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Batch:
+class _Batch(NamedTuple):
     """Pieces of one size."""
 
     pieces: slice
@@ -84,19 +85,29 @@ class _Pieces:
         self.is_filling_S = place_S > last_S
         self._most, self._num_first = most, int((within == 0).sum())
 
-    def batches(self, *, first: bool) -> deque[_Batch]:
-        """Of all first pieces, or of all further ones; at most `most` pairs each."""
-        span = slice(0, self._num_first) if first else slice(self._num_first, len(self._sizes))
+    @cached_property
+    def first(self) -> list[_Batch]:
+        """All first pieces, at most `most` pairs in each batch."""
+        return self._batches(slice(0, self._num_first))
+
+    @cached_property
+    def further(self) -> list[_Batch]:
+        """All further ones."""
+        return self._batches(slice(self._num_first, len(self._sizes)))
+
+    def _batches(self, span: slice) -> list[_Batch]:
+        found: list[_Batch] = []
+        if span.start == span.stop:
+            return found
         sizes = self._sizes[span]
-        bounds = span.start + np.append(np.flatnonzero(np.diff(sizes, prepend=0)), len(sizes))
-        found: deque[_Batch] = deque()
-        for begin, end in pairwise(bounds.tolist()):
-            size = int(self._sizes[begin])
+        changes = np.flatnonzero(sizes[1:] != sizes[:-1]) + (span.start + 1)
+        bounds = [span.start, *changes.tolist(), span.stop]
+        for (begin, end), size in zip(pairwise(bounds), self._sizes[bounds[:-1]].tolist(), strict=True):
             step = max(1, self._most // size)
+            stop = int(self._ends[begin]) - size
             for low in range(begin, end, step):
                 high = min(low + step, end)
-                stop = int(self._ends[high - 1])
-                pairs = slice(stop - (high - low) * size, stop)
+                pairs = slice(stop, stop := stop + (high - low) * size)
                 found.append(_Batch(pieces=slice(low, high), pairs=pairs, shape=(high - low, size)))
         return found
 
@@ -117,11 +128,35 @@ def host_threads() -> int:
     return max(1, min(cores, int(asked))) if asked.isdecimal() else cores
 
 
-def dots(hidden_RH: Array, table_VH: Array, rows_M: Ints, ids_M: Ints, how: HostWork) -> Array:
-    """z [M] of M >= 1 pairs. Equal `rows_M` stand together; ids lie in [0, V)."""
+class HostPairs:
+    """M >= 1 pairs, and how they are cut, which forward and backward share. Equal rows stand together."""
+
+    def __init__(self, rows_M: Ints, ids_M: Ints) -> None:
+        """`ids_M` lie in [0, V)."""
+        self._rows_M, self._ids_M = rows_M, ids_M
+        self._cut: dict[int, tuple[_Pieces, Ints]] = {}
+
+    def __len__(self) -> int:
+        return len(self._ids_M)
+
+    def without(self, num_rows: int) -> NDArray[np.bool_]:
+        """Rows that have none, of so many."""
+        without_R = np.ones(num_rows, bool)
+        without_R[self._rows_M] = False
+        return without_R
+
+    def cut(self, most: int) -> tuple[_Pieces, Ints]:
+        """Pieces of at most so many, and the ids of their pairs [S]."""
+        if most not in self._cut:
+            pieces = _Pieces(self._rows_M, most)
+            self._cut[most] = pieces, self._ids_M[pieces.pairs_S]
+        return self._cut[most]
+
+
+def dots(hidden_RH: Array, table_VH: Array, pairs: HostPairs, how: HostWork) -> Array:
+    """z [M]."""
     threads, most = how.within(table_VH)
-    pieces = _Pieces(rows_M, most)
-    ids_S = ids_M[pieces.pairs_S]
+    pieces, ids_S = pairs.cut(most)
     z_S = np.empty(len(ids_S), how.dtype)
 
     def work(batch: _Batch) -> None:
@@ -129,26 +164,28 @@ def dots(hidden_RH: Array, table_VH: Array, rows_M: Ints, ids_M: Ints, how: Host
         hidden_BH1 = _read(hidden_RH, pieces.rows_P[batch.pieces], how)[:, :, None]
         np.matmul(table_BKH, hidden_BH1, out=z_S[batch.pairs].reshape(*batch.shape, 1))
 
-    _on_threads(work, pieces.batches(first=True) + pieces.batches(first=False), threads)
-    z_M = np.empty(len(ids_M), how.dtype)
+    _on_threads(work, pieces.first + pieces.further, threads)
+    z_M = np.empty(len(pairs), how.dtype)
     z_M[pieces.pairs_S] = z_S
     return z_M
 
 
-def weighted_rows(table_VH: Array, rows_M: Ints, ids_M: Ints, weight_M: Array, num_rows: int, how: HostWork) -> Array:
-    """G [R, H] of M >= 1 pairs, exactly 0 for rows without one. Equal `rows_M` stand together; ids lie in [0, V)."""
-    sums_RH = np.zeros((num_rows, table_VH.shape[1]), how.dtype)
-    add_weighted_rows(sums_RH, table_VH, rows_M, ids_M, weight_M, how, fresh=True)
+def weighted_rows(table_VH: Array, pairs: HostPairs, weight_M: Array, num_rows: int, how: HostWork) -> Array:
+    """G [R, H], exactly 0 for rows without a pair."""
+    sums_RH = np.empty((num_rows, table_VH.shape[1]), how.dtype)
+    sums_RH[pairs.without(num_rows)] = 0
+    add_weighted_rows(sums_RH, table_VH, pairs, weight_M, how, fresh=True)
     return sums_RH
 
 
 def add_weighted_rows(
-    sums_RH: Array, table_VH: Array, rows_M: Ints, ids_M: Ints, weight_M: Array, how: HostWork, *, fresh: bool = False
+    sums_RH: Array, table_VH: Array, pairs: HostPairs, weight_M: Array, how: HostWork, *, fresh: bool = False
 ) -> None:
-    """Add G into `sums_RH`, in the dtype of the work. Where that is `fresh`, all zeros, it need not be read first."""
+    """Add G into `sums_RH`, in the dtype of the work. Where that is `fresh`, it need not be read first: rows that have
+    pairs are overwritten."""
     threads, most = how.within(table_VH)
-    pieces = _Pieces(rows_M, most)
-    ids_S, weight_S = ids_M[pieces.pairs_S], weight_M[pieces.pairs_S].astype(how.dtype, copy=False)
+    pieces, ids_S = pairs.cut(most)
+    weight_S = weight_M[pieces.pairs_S].astype(how.dtype, copy=False)
     weight_S[pieces.is_filling_S] = 0
 
     def sums_BH(batch: _Batch) -> Array:
@@ -169,22 +206,23 @@ def add_weighted_rows(
     def add_again(batch: _Batch) -> None:
         np.add.at(sums_RH, pieces.rows_P[batch.pieces], sums_BH(batch))
 
-    _on_threads(put if fresh else add, pieces.batches(first=True), threads)
-    _on_threads(add_again, pieces.batches(first=False), 1)
+    _on_threads(put if fresh else add, pieces.first, threads)
+    _on_threads(add_again, pieces.further, 1)
 
 
 def _read(table: Array, index: Ints, how: HostWork) -> Array:
     return table.take(index, axis=0).astype(how.dtype, copy=False)
 
 
-def _on_threads(work: Callable[[_Batch], None], batches: deque[_Batch], threads: int) -> None:
+def _on_threads(work: Callable[[_Batch], None], batches: list[_Batch], threads: int) -> None:
     """`work` on every batch, each by whichever thread is free."""
+    left = deque(batches)
 
     def share() -> None:
         with np.errstate(invalid="ignore", over="ignore"):  # states that are no numbers are for the scores to tell
             while True:
                 try:
-                    batch = batches.popleft()
+                    batch = left.popleft()
                 except IndexError:
                     return
                 work(batch)
@@ -193,6 +231,18 @@ def _on_threads(work: Callable[[_Batch], None], batches: deque[_Batch], threads:
     if threads == 1:
         share()
         return
-    with ThreadPoolExecutor(threads, thread_name_prefix="keptset-pairs") as pool:
-        for done in [pool.submit(share) for _ in range(threads)]:
+    others = [_helpers().submit(share) for _ in range(threads - 1)]
+    try:
+        share()  # where a thread only waits for others, one of them may start milliseconds late
+    finally:
+        for done in others:
             done.result()
+
+
+@lru_cache(maxsize=1)
+def _helpers() -> ThreadPoolExecutor:
+    """Threads that stay: to start them takes as long as a few batches."""
+    return ThreadPoolExecutor(thread_name_prefix="keptset-pairs")
+
+
+os.register_at_fork(after_in_child=_helpers.cache_clear)  # a child has none of its parent's threads

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from keptset.trainer_bridge.scoring.hand import Ints, Tensor
 from keptset.trainer_bridge.scoring.head import Head
 from keptset.trainer_bridge.scoring.head_hand import HeadHand
-from keptset.trainer_bridge.scoring.host_pairs import HostWork, add_weighted_rows, dots, weighted_rows
+from keptset.trainer_bridge.scoring.host_pairs import HostPairs, HostWork, add_weighted_rows, dots, weighted_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,11 @@ class Pairs:
     rows_M: Ints
     ids_M: Ints
     """Rows of the head as it lies here: ids less the first of the shard."""
+
+    @cached_property
+    def on_host(self) -> HostPairs:
+        """For NumPy."""
+        return HostPairs(self.rows_M, self.ids_M)
 
     def take(self, index: Ints) -> Pairs:
         """Some of them."""
@@ -50,7 +56,7 @@ def pair_logits(hand: HeadHand, hidden_RH: Tensor, head: Head, pairs: Pairs, scr
     ids_M = hand.ints(pairs.ids_M)
     if arrays is not None:
         states_RH, weight_VH = arrays
-        z_M = hand.floats(dots(states_RH, weight_VH, pairs.rows_M, pairs.ids_M, _on_host(hand, scratch_bytes)))
+        z_M = hand.floats(dots(states_RH, weight_VH, pairs.on_host, _on_host(hand, scratch_bytes)))
     else:
         rows_M = hand.ints(pairs.rows_M)
         z_M = hand.concatenate(
@@ -72,7 +78,7 @@ def hidden_gradient(
     arrays = hand.host_arrays(head.weight_VH)
     if arrays is not None and len(pairs.ids_M):
         how, d_M = _on_host(hand, scratch_bytes), hand.to_host(gradient_M)
-        return hand.adopt(weighted_rows(arrays[0], pairs.rows_M, pairs.ids_M, d_M, num_rows, how))
+        return hand.adopt(weighted_rows(arrays[0], pairs.on_host, d_M, num_rows, how))
     gradient_RH = hand.zeros([num_rows, int(hidden_RH.shape[1])])
     rows_M, ids_M = hand.ints(pairs.rows_M), hand.ints(pairs.ids_M)
     for chunk in _chunks(hand, len(pairs.rows_M), int(gradient_RH.shape[1]), scratch_bytes):
@@ -99,7 +105,8 @@ def add_weight_gradient(
     if arrays is not None and into_UH is not None and len(pairs.ids_M):
         how, order = _on_host(hand, scratch_bytes), np.argsort(places_M, kind="stable")
         d_M = hand.to_host(gradient_M)[order]
-        add_weighted_rows(into_UH, arrays[0], places_M[order], pairs.rows_M[order], d_M, how, fresh=fresh)
+        by_place = HostPairs(places_M[order], pairs.rows_M[order])
+        add_weighted_rows(into_UH, arrays[0], by_place, d_M, how, fresh=fresh)
         return
     rows_M, at_M = hand.ints(pairs.rows_M), hand.ints(places_M)
     for chunk in _chunks(hand, len(pairs.rows_M), int(hidden_RH.shape[1]), scratch_bytes):
