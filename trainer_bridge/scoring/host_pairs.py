@@ -68,13 +68,16 @@ class _Pieces:
 
     def __init__(self, rows_M: Ints, most: int) -> None:
         bounds = np.append(np.flatnonzero(np.append(True, rows_M[1:] != rows_M[:-1])), len(rows_M))
-        num = -(-np.diff(bounds) // most)
-        within = np.arange(num.sum()) - np.repeat(np.cumsum(num) - num, num)
-        starts = np.repeat(bounds[:-1], num) + within * most
-        own = np.minimum(starts + most, np.repeat(bounds[1:], num)) - starts
+        starts, own = bounds[:-1], np.diff(bounds)
+        is_further = np.zeros(len(starts), bool)
+        if own.max() > most:
+            num = -(-own // most)
+            within = np.arange(num.sum()) - np.repeat(np.cumsum(num) - num, num)
+            starts, is_further = np.repeat(starts, num) + within * most, within > 0
+            own = np.minimum(starts + most, np.repeat(bounds[1:], num)) - starts
         sizes = np.minimum(_filled_up(own), most)
         # Further pieces of a position come last: what is done side by side must be about different ones.
-        order = np.lexsort((sizes, within > 0))
+        order = np.lexsort((sizes, is_further))
         starts, own, self._sizes = starts[order], own[order], sizes[order]
         self.rows_P = rows_M[starts]
         self._ends = np.cumsum(self._sizes)
@@ -83,7 +86,7 @@ class _Pieces:
         self.pairs_S: Ints = np.repeat(starts, self._sizes) + np.minimum(place_S, last_S)
         """Index of each pair among the caller's."""
         self.is_filling_S = place_S > last_S
-        self._most, self._num_first = most, int((within == 0).sum())
+        self._most, self._num_first = most, len(starts) - int(is_further.sum())
 
     @cached_property
     def first(self) -> list[_Batch]:
