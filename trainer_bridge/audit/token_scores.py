@@ -39,6 +39,8 @@ MAX_ELEMENTS = 1 << 24
 FLOOR_SHARE = 1 / 32
 """Of the responses, on which floors are measured, and at least one of each batch: chosen by their ids, so that it does
 not matter who scores them."""
+FLOOR_TOKENS = 64
+"""Of each of them, from its beginning: each takes a step of the model of its own."""
 FLOOR_POSITIONS = 512
 """Positions in a pass of the batch floor; the scores themselves use another number, and the rows another order."""
 
@@ -129,23 +131,38 @@ class ModelScorer:
         now = self.scorer.versions[-1]
         for part in in_passes(batch.filter(chosen_B), self.positions_per_pass):
             one_pass = self._kept(part)
-            choice_T = np.isfinite(one_pass) & (sampled_tokens(part).kept_sizes_T > 1)
+            tokens = sampled_tokens(part)
+            choice_T = np.isfinite(one_pass) & (tokens.kept_sizes_T > 1) & (tokens.position_T < FLOOR_TOKENS)
             order = np.arange(len(part))[::-1]
             other = np.concatenate([self._kept(few) for few in in_passes(part.take(order), FLOOR_POSITIONS)])
             by_row = np.split(
                 other, np.cumsum(np.bincount(sampled_tokens(part.take(order)).row_T, minlength=len(part)))[:-1]
             )
             batch_T = np.concatenate(by_row[::-1]) - one_pass
-            packed = to_packed(part)
-            lengths_B = np.diff(packed.cu_seqlens_B1).astype(np.int64)
-            stepwise = self.scorer.stepwise_logits_of(
-                packed.input_ids_P, lengths_B, lengths_B - part.token_ids.lengths, now
-            )
-            path_T = None
-            if stepwise is not None:
-                path_T = _kept_only(packed.tokens, packed.logit_index_T, stepwise, self.scorer) - one_pass
-            floors.add(path_T=None if path_T is None else path_T[choice_T], batch_T=batch_T[choice_T])
+            stepwise_T = self._stepwise(part, now)
+            path_T = None if stepwise_T is None else (stepwise_T - one_pass)[choice_T]
+            floors.add(path_T=path_T, batch_T=batch_T[choice_T])
         return floors
+
+    def _stepwise(self, batch: RolloutBatch, version: int | None) -> Floats | None:
+        """l over the recorded sets of each response's first tokens, step by step, NaN for the others; None where the
+        model has no cache to go through."""
+        packed = to_packed(batch)
+        lengths_B, of_response_B = np.diff(packed.cu_seqlens_B1).astype(np.int64), batch.token_ids.lengths
+        ends_B = lengths_B - np.maximum(of_response_B - FLOOR_TOKENS, 0)
+        within_P = np.arange(len(packed.input_ids_P)) - np.repeat(packed.cu_seqlens_B1[:-1], lengths_B)
+        kept_P = within_P < np.repeat(ends_B, lengths_B)
+        logits_of = self.scorer.stepwise_logits_of(
+            packed.input_ids_P[kept_P], ends_B, lengths_B - of_response_B, version
+        )
+        if logits_of is None:
+            return None
+        first = np.flatnonzero(packed.tokens.position_T < FLOOR_TOKENS)
+        place_P = np.cumsum(kept_P) - 1
+        values_T = np.full(packed.tokens.num_tokens, np.nan)
+        rows_T = place_P[packed.logit_index_T[first]]
+        values_T[first] = _kept_only(packed.tokens.take(first), rows_T, logits_of, self.scorer)
+        return values_T
 
     def _kept(self, batch: RolloutBatch) -> Floats:
         packed = to_packed(batch)

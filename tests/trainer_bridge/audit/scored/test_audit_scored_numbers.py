@@ -13,7 +13,7 @@ from keptset.schemas.columns import Identity
 from keptset.schemas.findings import FindingKind
 from keptset.schemas.sampling_params import KnownParams, SamplingParams
 from keptset.trainer_bridge import reference
-from keptset.trainer_bridge.audit import version_table
+from keptset.trainer_bridge.audit import token_scores, version_table
 from keptset.trainer_bridge.audit.checks.budget import BudgetTable
 from keptset.trainer_bridge.audit.checks.explanations import Explanations
 from keptset.trainer_bridge.audit.checks.ratios import Ratios
@@ -177,6 +177,18 @@ def test_floors_are_measured_on_a_few_responses_of_each_batch(scored: Any, clean
     assert report.batch_mean_abs < 1e-6 < 1e-4 < report.path_mean_abs < 5e-3
     assert 0 < report.tokens < 128 * 24 / 8
     assert all(scorer.score(world.batch().slice(row, 1)).floors is not None for row in range(4))
+
+
+def test_floors_are_of_the_first_tokens_of_a_response(scored: Any, clean: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a step of the model, and responses may be long."""
+    scorer = ModelScorer(scorer=scored.TableScorer({0: clean.model}))
+    whole = scorer.score(clean.batch()).floors.report()
+    monkeypatch.setattr(token_scores, "FLOOR_TOKENS", 5)
+    monkeypatch.setattr(token_scores, "FLOOR_SHARE", 1.0)
+    few = scorer.score(clean.batch()).floors.report()
+    sizes = np.diff(clean.batch().kept_ids.inner.offsets).reshape(16, 24)
+    assert few.tokens == int((sizes[:, :5] > 1).sum()) and whole.tokens > 5
+    assert few.path_mean_abs < 1e-6, "the steps are those of the same tokens"
 
 
 def audited(scored: Any, world: Any, models: Any = None) -> Any:
