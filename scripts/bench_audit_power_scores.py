@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 Floats32 = NDArray[np.float32]
 
-MOVED = 0.05
+MOVED = 0.1
 """Each weight of version 1's head is that of version 0 times 1 + MOVED N, N standard normal. The rest is the same, so
 that hidden states are."""
 _ROWS = 64
