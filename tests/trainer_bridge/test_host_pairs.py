@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import tracemalloc
 import warnings
 from collections.abc import Callable
@@ -222,3 +224,21 @@ def test_hidden_states_that_are_infinite_pass_through_without_a_warning(
         warnings.simplefilter("error")
         scores = score_from_hidden(anywhere.tensor(h), Head(weight_VH=weight), **case, scratch_bytes=1 << 16)
     assert np.flatnonzero(np.isnan(anywhere.host(scores.logprobs_T))).tolist() == [1]
+
+
+def test_after_an_error_no_thread_goes_on_writing() -> None:
+    begun, lock = [], threading.Lock()
+
+    def work(batch: Any) -> None:
+        with lock:
+            begun.append(batch)
+            first = len(begun) == 1
+        if first:
+            raise MemoryError("no room")
+        time.sleep(0.02)
+
+    with pytest.raises(MemoryError, match="no room"):
+        host_pairs._on_threads(work, list(range(200)), 4)
+    count = len(begun)
+    time.sleep(0.1)
+    assert len(begun) == count < 10

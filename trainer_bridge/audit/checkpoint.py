@@ -109,7 +109,7 @@ class Checkpoint:
 
 def is_kept(folder: Path) -> bool:
     """Whether there is something to go on from."""
-    return (folder / _NAME).exists()
+    return os.path.exists(folder / _NAME)  # False too where the folder may not be entered
 
 
 def remove(folder: Path) -> None:

@@ -9,6 +9,9 @@ and so what e is there on average, and the variance v of a draw that tells only 
 
     e' = min((1 - exp l) / (1 - exp b), PLAUSIBLE) - 1         v = p e^2 + (1 - p) e'^2,  p = exp b
 
+What the bound on e' cuts away is the most that rare draws could still bring: a mean below 1 counts by what is left of
+it once that is added.
+
 A mean that a few tokens carry is not normal, and in most samples falls short of 1 for honest draws. Then only what is
 certain at any tail is tested, on one side: for any fraction f below 1 the product of 1 + f e has expectation 1, so by
 Markov's inequality it exceeds 1 / a with probability a at most, and so does the mean of such products. A mean above 1
@@ -52,6 +55,8 @@ class MeanRatio:
     e2: ExactSum = field(default_factory=ExactSum)
     e3: ExactSum = field(default_factory=ExactSum)
     variance: ExactSum = field(default_factory=ExactSum)
+    unseen: ExactSum = field(default_factory=ExactSum)
+    """What PLAUSIBLE cuts away."""
     capped: ExactSum = field(default_factory=ExactSum)
     """min(w, CAP) - 1."""
     products: tuple[ExactSum, ...] = field(default_factory=lambda: tuple(ExactSum() for _ in FRACTIONS))
@@ -68,6 +73,7 @@ class MeanRatio:
             (self.e2, e * e),
             (self.e3, e * e * e),
             (self.variance, p * e**2 + others * e_others**2),
+            (self.unseen, np.where(others > 0, np.maximum(others_now - PLAUSIBLE * others, 0.0), 0.0)),
             (self.capped, np.minimum(e, CAP - 1)),
         ):
             total.add(values)
@@ -75,7 +81,7 @@ class MeanRatio:
             total.add(np.log1p(fraction * e))
 
     def merge(self, other: MeanRatio) -> None:
-        for name in ("e", "e2", "e3", "variance", "capped"):
+        for name in ("e", "e2", "e3", "variance", "unseen", "capped"):
             getattr(self, name).merge(getattr(other, name))
         for mine, theirs in zip(self.products, other.products, strict=True):
             mine.merge(theirs)
@@ -106,9 +112,14 @@ class MeanRatio:
         return max(self.e2.total, self.variance.total) + self.count * _ROUNDING
 
     @property
+    def _told(self) -> float:
+        """The sum of e that speaks against 1."""
+        return self.e.total if self.e.total > 0 else min(self.e.total + self.unseen.total, 0.0)
+
+    @property
     def _is_normal(self) -> bool:
         n, mean = self.count, self.e.total / self.count
-        if abs(mean) < EFFECT_BOUND:
+        if abs(self._told) < EFFECT_BOUND * n:
             return True  # nothing is found whatever the tail
         second = self.e2.total - n * mean**2 + n * _ROUNDING
         third = self.e3.total - 3 * mean * self.e2.total + 2 * n * mean**3
@@ -124,8 +135,8 @@ class MeanRatio:
     def test(self, name: str) -> HypothesisTest:
         """The test; only where there is no obstacle."""
         if self._is_normal:
-            z = self.e.total / math.sqrt(self._variance)
-            p_value, effect, effect_name = math.erfc(abs(z) / math.sqrt(2)), abs(self.e.total), "|mean ratio - 1|"
+            z = self._told / math.sqrt(self._variance)
+            p_value, effect, effect_name = math.erfc(abs(z) / math.sqrt(2)), abs(self._told), "|mean ratio - 1|"
         else:
             z = self._log_product
             p_value, effect = min(1.0, math.exp(-z)), max(self.capped.total, 0.0)

@@ -9,6 +9,7 @@ such cluster counts.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -77,12 +78,9 @@ def plan(paths: Sequence[str | Path], options: AuditOptions) -> Plan:
     Errors: as `find_inputs`; DamagedFile, SchemaError or StorageError where not one of the files can be read.
     """
     inputs = find_inputs(paths)
-    if options.sample is not None:
-        inputs = [inputs[i] for i in np.random.default_rng(options.seed).permutation(len(inputs))]
+    opened = inputs if options.sample is None else _some_files(inputs, options)
     with _Survey(options) as survey:
-        for looked, file in enumerate(inputs):
-            if options.sample is not None and looked >= SAMPLED_PLACES and survey.rows >= options.sample:
-                break
+        for file in opened:
             survey.look_at(file)
         if not survey.places and survey.failures:
             raise survey.failures[0][1]
@@ -101,6 +99,18 @@ def plan(paths: Sequence[str | Path], options: AuditOptions) -> Plan:
         group_sizes=group_sizes,
         share_read=share,
     )
+
+
+def _some_files(inputs: Sequence[InputFile], options: AuditOptions) -> list[InputFile]:
+    """Files at random that hold enough responses for the sample, in their order: versions are told from that."""
+    chosen: list[int] = []
+    with _Survey(options) as survey:
+        for index in np.random.default_rng(options.seed).permutation(len(inputs)).tolist():
+            if len(chosen) >= SAMPLED_PLACES and survey.rows >= (options.sample or 0):
+                break
+            survey.look_at(inputs[index])
+            chosen.append(index)
+    return [inputs[index] for index in sorted(chosen)]
 
 
 class _Survey:
@@ -176,7 +186,7 @@ def _sampled(units: Sequence[Unit], responses: int, seed: int) -> list[Unit]:
     """So many responses at random, of units at random, in their order."""
     generator = np.random.default_rng([seed, 1])
     opened: list[Unit] = []
-    for index in generator.permutation(len(units)).tolist():
+    for index in _one_of_each_file_first(units, generator.permutation(len(units)).tolist()):
         if len(opened) >= SAMPLED_PLACES and sum(unit.rows for unit in opened) >= responses:
             break
         opened.append(units[index])
@@ -187,6 +197,16 @@ def _sampled(units: Sequence[Unit], responses: int, seed: int) -> list[Unit]:
     of_unit = np.split(picked, np.searchsorted(picked, ends))
     reduced = [_reduced(unit, rows - (end - unit.rows)) for unit, rows, end in zip(opened, of_unit, ends, strict=False)]
     return [replace(unit, number=number) for number, unit in enumerate(unit for unit in reduced if unit.rows)]
+
+
+def _one_of_each_file_first(units: Sequence[Unit], order: Sequence[int]) -> list[int]:
+    """The same indices: first those of files that none before is of, then the second ones of files, and so on."""
+    seen: Counter[str] = Counter()
+    rounds: dict[int, int] = {}
+    for index in order:
+        rounds[index] = seen[units[index].file.shown]
+        seen[units[index].file.shown] += 1
+    return sorted(order, key=lambda index: rounds[index])
 
 
 def _reduced(unit: Unit, chosen: NDArray[np.int64]) -> Unit:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -228,7 +228,11 @@ def _on_threads(work: Callable[[_Batch], None], batches: list[_Batch], threads: 
                     batch = left.popleft()
                 except IndexError:
                     return
-                work(batch)
+                try:
+                    work(batch)
+                except BaseException:
+                    left.clear()
+                    raise
 
     threads = max(1, min(threads, len(batches) // _BATCHES_PER_THREAD))
     if threads == 1:
@@ -238,14 +242,17 @@ def _on_threads(work: Callable[[_Batch], None], batches: list[_Batch], threads: 
     try:
         share()  # where a thread only waits for others, one of them may start milliseconds late
     finally:
-        for done in others:
+        # None may write into what the caller has back; one that has not begun would find nothing left.
+        wait([done for done in others if not done.cancel()])
+    for done in others:
+        if not done.cancelled():
             done.result()
 
 
 @lru_cache(maxsize=1)
 def _helpers() -> ThreadPoolExecutor:
     """Threads that stay: to start them takes as long as a few batches."""
-    return ThreadPoolExecutor(thread_name_prefix="keptset-pairs")
+    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="keptset-pairs")
 
 
 os.register_at_fork(after_in_child=_helpers.cache_clear)  # a child has none of its parent's threads

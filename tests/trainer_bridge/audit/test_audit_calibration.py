@@ -21,7 +21,7 @@ from keptset.trainer_bridge.audit.checks.draws import Draws
 from keptset.trainer_bridge.audit.checks.surprisal import Surprisal
 from keptset.trainer_bridge.audit.mean_ratio import MeanRatio
 from keptset.trainer_bridge.audit.options import AuditOptions
-from keptset.trainer_bridge.audit.surprisal_tail import least_third_moment, p_value
+from keptset.trainer_bridge.audit.surprisal_tail import JumpVariance
 from keptset.trainer_bridge.audit.unit_audit import audited
 from keptset.trainer_bridge.audit.verdict import decide, fold
 
@@ -160,13 +160,32 @@ def test_honest_draws_of_which_few_are_rare_are_no_more_often_surprising_than_th
     log_top, log_rare = math.log1p(-rare), math.log(rare / others)
     entropy = -(1 - rare) * log_top - rare * log_rare
     variance = (1 - rare) * log_top**2 + rare * log_rare**2 - entropy**2
-    third = count * float(least_third_moment(np.array([entropy]), np.array([variance]))[0])
+    jumps = JumpVariance()
+    jumps.add(np.full(count, entropy), np.full(count, variance))
     of_k = [
-        (chance, p_value(-(count - k) * log_top - k * log_rare - count * entropy, count * variance, third))
+        (chance, jumps.p_value(-(count - k) * log_top - k * log_rare - count * entropy, count * variance))
         for k, chance in chances(count, rare)
     ]
     for level in LEVELS:
         assert sum(chance for chance, p in of_k if p <= level) <= 2.5 * level
+
+
+@pytest.mark.parametrize(
+    ("count", "rare", "ordinary"), [(3000, 1e-7, 10), (3500, 1e-8, 4), (1000, 1e-6, 20), (100, 1e-5, 10)]
+)
+def test_a_rare_draw_is_no_more_surprising_because_of_ordinary_tokens_beside_it(
+    count: int, rare: float, ordinary: int
+) -> None:
+    beside = np.array([0.4, 0.3, 0.2, 0.1])
+    of_id = [np.array([1 - rare, rare]), beside]
+    entropies = [float(-np.sum(p * np.log(p))) for p in of_id]
+    variances = [float(np.sum(p * np.log(p) ** 2) - h**2) for p, h in zip(of_id, entropies, strict=True)]
+    jumps = JumpVariance()
+    for h, v, n in zip(entropies, variances, (count, ordinary), strict=True):
+        jumps.add(np.full(n, h), np.full(n, v))
+    once = -math.log(rare) - (count - 1) * math.log1p(-rare) - count * entropies[0]  # the others at their mean
+    p_once = jumps.p_value(once, count * variances[0] + ordinary * variances[1])
+    assert p_once > count * rare / 3
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.1, 0.5, 2.0, 10.0])
@@ -190,3 +209,21 @@ def test_a_trainer_that_is_sharper_or_flatter_has_a_mean_ratio_of_1_however_few_
             for level in LEVELS:
                 found[level] += chance * chance3 * (test.p_value <= level and test.effect >= test.effect_bound)
     assert all(share <= 2.5 * level for level, share in found.items())
+
+
+def test_what_rare_draws_may_still_bring_is_not_missing_from_the_mean() -> None:
+    """In a third of the tokens the trainer gives the rare id a hundred times what the sampler does."""
+    random = np.random.default_rng(7)
+    for _ in range(20):
+        rare = random.random(6000) < 1e-4
+        b, now = np.where(rare, np.log(1e-4), np.log1p(-1e-4)), np.where(rare, np.log(1e-2), np.log1p(-1e-2))
+        p = random.uniform(0.3, 0.7, 14000)
+        new = p * np.exp(random.normal(0, 0.03, len(p)))
+        first = random.random(len(p)) < p
+        b = np.concatenate([b, np.log(np.where(first, p, 1 - p))])
+        now = np.concatenate([now, np.log(np.where(first, new, 1 - new))])
+        sums = MeanRatio()
+        sums.add(now - b, b)
+        if sums.obstacle() is None:
+            test = sums.test("mean")
+            assert test.p_value > 1e-4 or test.effect < test.effect_bound

@@ -253,6 +253,25 @@ def test_a_sample_takes_so_many_rows_and_says_how_much_that_is(batch: RolloutBat
     assert everything.totals == audit([folder], ALONE).totals
 
 
+def test_a_sample_of_a_writers_files_is_in_their_order(
+    honest: Callable[..., RolloutBatch], edited: Callable[..., RolloutBatch], tmp_path: Path
+) -> None:
+    """Which version was the newest so far is told from the order of a writer's responses."""
+    with SpoolWriter(tmp_path / "spool", "writer") as writer:
+        for version in range(12):
+
+            def of_version(rows: list[dict[str, Any]], version: int = version) -> None:
+                for number, row in enumerate(rows):
+                    row["rollout_id"], row["seed"] = f"{version}-{number}", 8 * version + number
+                    row["policy_versions"] = [version] * 4
+
+            writer.append(edited(honest(8, tokens=4, seed=version), of_version))
+            writer.rotate()
+    for seed in range(4):
+        report = audit([tmp_path / "spool"], AuditOptions(workers=1, max_version_lag=0, sample=30, seed=seed))
+        assert report.totals.responses == 30 and report.findings == ()
+
+
 def test_a_sample_is_of_more_than_one_place_and_knows_its_repeats(batch: RolloutBatch, tmp_path: Path) -> None:
     twice = concat_batches([batch.slice(0, 30), batch.slice(0, 30)])
     folder = in_parts(twice, tmp_path / "spool", [5] * 12, files=True)

@@ -20,7 +20,7 @@ from keptset.trainer_bridge.audit.audited_batch import AuditedBatch
 from keptset.trainer_bridge.audit.check import Check, Evidence, HypothesisTest, NotTested, Outcome
 from keptset.trainer_bridge.audit.exact_sum import ExactSum
 from keptset.trainer_bridge.audit.options import AuditOptions
-from keptset.trainer_bridge.audit.surprisal_tail import least_third_moment, p_value
+from keptset.trainer_bridge.audit.surprisal_tail import JumpVariance
 
 NAME = "surprisal"
 EFFECT_BOUND = 0.005
@@ -35,7 +35,7 @@ class Surprisal(Check):
     name = NAME
 
     def __init__(self, options: AuditOptions) -> None:
-        self._excess, self._variance, self._third = ExactSum(), ExactSum(), ExactSum()
+        self._excess, self._variance, self._jumps = ExactSum(), ExactSum(), JumpVariance()
         self._choices = self._responses = 0
         """Tokens with Var > 0, and responses with such tokens."""
 
@@ -45,15 +45,16 @@ class Surprisal(Check):
         self._excess.add(recorded.excess_S[known_S])
         variance = recorded.variance_S[known_S]
         self._variance.add(variance)
-        self._third.add(least_third_moment(recorded.entropy_S[known_S], variance))
-        rows = recorded.tokens.row_T[known_S][variance > 0]
+        choice = variance > 0
+        self._jumps.add(recorded.entropy_S[known_S][choice], variance[choice])
+        rows = recorded.tokens.row_T[known_S][choice]
         self._choices += len(rows)
         self._responses += int(np.count_nonzero(np.diff(rows, prepend=-1)))
 
     def merge(self, other: Surprisal) -> None:
         self._excess.merge(other._excess)
         self._variance.merge(other._variance)
-        self._third.merge(other._third)
+        self._jumps.merge(other._jumps)
         self._choices += other._choices
         self._responses += other._responses
 
@@ -70,7 +71,7 @@ class Surprisal(Check):
         test = HypothesisTest(
             name=NAME,
             statistic=z,
-            p_value=p_value(self._excess.total, self._variance.total, self._third.total),
+            p_value=self._jumps.p_value(self._excess.total, self._variance.total),
             effect=abs(mean),
             effect_name="|mean of -b - H|",
             effect_bound=EFFECT_BOUND,

@@ -255,7 +255,7 @@ def test_a_mean_that_a_few_tokens_carry_is_not_tested(scored: Any, clean: Any) -
     assert not outcome.tests and "carry the mean ratio" in outcome.not_tested[0].reason
 
 
-def test_the_capped_mean_is_never_above_one_for_honest_draws_and_tells_wild_ones() -> None:
+def test_where_a_few_tokens_carry_the_mean_honest_draws_are_left_alone_and_wild_ones_told() -> None:
     rng = np.random.default_rng(5)
     size = 2.5
     honest = rng.normal(-(size**2) / 2, size, 100_000)  # E[exp(d)] = 1, carried by a few
