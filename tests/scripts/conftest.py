@@ -1,12 +1,15 @@
-"""Synthetic results with known numbers, for what shows them."""
+"""Synthetic results with known numbers, for what shows them; and `keptset audit` as its user runs it."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from keptset.schemas.findings import Example, FindingKind, Severity
+from keptset.scripts import main
 from keptset.scripts.ratio_table import Floor, RatioSummary, RunFacts, SettingResult
 from keptset.trainer_bridge.audit.check import NotTested
 from keptset.trainer_bridge.audit.report import (
@@ -26,6 +29,23 @@ from keptset.trainer_bridge.audit.report import (
 from keptset.trainer_bridge.budget import Term
 
 MakeResult = Callable[..., SettingResult]
+RunAudit = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run_audit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> RunAudit:
+    """`run_audit(*arguments)`: exit code, stdout and stderr of `keptset audit ARGUMENTS`, with a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["keptset", "audit", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exited:
+            main.main()
+        out, err = capsys.readouterr()
+        return int(exited.value.code or 0), out, err
+
+    return call
 
 
 @pytest.fixture

@@ -25,28 +25,13 @@ from keptset.schemas.rollout_batch import RolloutBatch
 from keptset.schemas.sampling_params import SamplingParams
 from keptset.schemas.storage.spool import SpoolWriter
 from keptset.scripts import audit as audit_command
-from keptset.scripts import audit_outputs, main
+from keptset.scripts import audit_outputs
 from keptset.trainer_bridge.usable_cores import usable_cores
 
-Run = Callable[..., tuple[int, str, str]]
+RunAudit = Callable[..., tuple[int, str, str]]
 RESPONSES, TOKENS, MEMBERS, VOCABULARY = 60, 40, 5, 50
 LOG_RATIO = 0.01
 """Of the trainer's recorded log-probabilities over the sampler's."""
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """`run(*arguments)`: exit code, stdout and stderr of `keptset audit ARGUMENTS`, with a cache of its own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["keptset", "audit", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exited:
-            main.main()
-        out, err = capsys.readouterr()
-        return int(exited.value.code or 0), out, err
-
-    return call
 
 
 def response(rng: np.random.Generator, number: int) -> Response:
@@ -118,8 +103,8 @@ def told(out: str) -> dict[str, Any]:
     return json.loads(out)
 
 
-def test_honest_rollouts_end_with_0_and_what_was_not_tested_is_told(run: Run, spool: Path) -> None:
-    code, out, err = run(spool)
+def test_honest_rollouts_end_with_0_and_what_was_not_tested_is_told(run_audit: RunAudit, spool: Path) -> None:
+    code, out, err = run_audit(spool)
     assert (code, err) == (0, "")
     verdict, read = out.splitlines()[:2]
     assert verdict.endswith("2,400 sampled tokens; 3 checks could not be made.")  # but staleness was not asked for
@@ -130,7 +115,7 @@ def test_honest_rollouts_end_with_0_and_what_was_not_tested_is_told(run: Run, sp
 
 
 def test_what_the_readme_shows_is_worded_as_an_audit_is_and_its_options_exist(
-    run: Run, spool: Path, repository: Path
+    run_audit: RunAudit, spool: Path, repository: Path
 ) -> None:
     readme = (repository / "README.md").read_text(encoding="utf-8")
     (section,) = re.findall(r"## A recording, audited\n(.*?)\n## ", readme, re.DOTALL)
@@ -142,68 +127,72 @@ def test_what_the_readme_shows_is_worded_as_an_audit_is_and_its_options_exist(
         lines = (" ".join(line.split()) for line in text.replace("p99", "p..").splitlines())
         return [re.sub(r"\d[\d,.]*", "#", line) for line in lines if line and "─" not in line]
 
-    said = worded(run(spool)[1])
+    said = worded(run_audit(spool)[1])
     assert worded(shown)[:2] == said[:2]
     assert [line for line in worded(shown) if "#" not in line and line not in said] == []
 
 
-def test_the_json_of_a_real_audit_follows_the_published_schema(run: Run, spool: Path, repository: Path) -> None:
-    code, out, _ = run(spool, "--json", "--trainer-logprobs", "x_l")
+def test_the_json_of_a_real_audit_follows_the_published_schema(
+    run_audit: RunAudit, spool: Path, repository: Path
+) -> None:
+    code, out, _ = run_audit(spool, "--json", "--trainer-logprobs", "x_l")
     schema = json.loads((repository / "docs" / "audit.schema.json").read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator(schema).validate(told(out))
     assert code == 1 and told(out)["totals"]["sampled_tokens"] == RESPONSES * TOKENS
 
 
-def test_a_finding_ends_it_with_1_and_stands_once_with_examples(run: Run, faulty: Path) -> None:
-    code, out, _ = run(faulty)
+def test_a_finding_ends_it_with_1_and_stands_once_with_examples(run_audit: RunAudit, faulty: Path) -> None:
+    code, out, _ = run_audit(faulty)
     assert code == 1
     assert out.count("error     logprob") == 1 and "r0 token 0" in out and "r1 token 0" in out
     assert "to do" in out and "warning   duplicate" in out
 
 
-def test_warnings_end_it_with_1_only_if_asked(run: Run, batches: list[RolloutBatch], tmp_path: Path) -> None:
+def test_warnings_end_it_with_1_only_if_asked(run_audit: RunAudit, batches: list[RolloutBatch], tmp_path: Path) -> None:
     twice = spool_of(tmp_path / "twice", [*batches, batches[0].slice(0, 1)])
-    code, out, _ = run(twice)
+    code, out, _ = run_audit(twice)
     assert code == 0 and "warning   duplicate" in out
-    assert run(twice, "--fail-on", "warning")[0] == 1
+    assert run_audit(twice, "--fail-on", "warning")[0] == 1
 
 
-def test_scores_of_a_column_give_ratios(run: Run, spool: Path) -> None:
-    code, out, _ = run(spool, "--trainer-logprobs", "x_l", "--json")
+def test_scores_of_a_column_give_ratios(run_audit: RunAudit, spool: Path) -> None:
+    code, out, _ = run_audit(spool, "--trainer-logprobs", "x_l", "--json")
     (row,) = told(out)["settings"]
     assert code == 1 and told(out)["findings"][0]["kind"] == "unit_mean"
     assert row["kept_ratio"]["mean"] == pytest.approx(math.exp(LOG_RATIO), abs=1e-6)
     assert sum(told(out)["kept_log_ratios"]["counts"]) == RESPONSES * TOKENS
 
 
-def test_a_column_that_no_file_has_is_wrong_use_and_so_is_one_of_the_schema(run: Run, spool: Path) -> None:
+def test_a_column_that_no_file_has_is_wrong_use_and_so_is_one_of_the_schema(run_audit: RunAudit, spool: Path) -> None:
     (file,) = spool.glob("*.arrow")
-    code, out, err = run(spool, "--trainer-logprobs", "x_nope")
+    code, out, err = run_audit(spool, "--trainer-logprobs", "x_nope")
     assert (code, out) == (2, "")
     assert err == f"keptset: no file has a column x_nope; the caller's own columns of {file} are: x_l\n"
-    code, out, err = run(spool, "--trainer-logprobs", "behavior_logprobs")
+    code, out, err = run_audit(spool, "--trainer-logprobs", "behavior_logprobs")
     assert (code, out) == (2, "") and "behavior_logprobs is a column of the schema" in err
 
 
-def test_a_column_that_some_files_lack_is_counted_there(run: Run, batches: list[RolloutBatch], tmp_path: Path) -> None:
+def test_a_column_that_some_files_lack_is_counted_there(
+    run_audit: RunAudit, batches: list[RolloutBatch], tmp_path: Path
+) -> None:
     without = RolloutBatch.from_arrow(batches[0].arrow.drop_columns(["x_l"]))
     lacking, having = spool_of(tmp_path / "lacking", [without]), spool_of(tmp_path / "having", batches[1:])
-    _, out, err = run(lacking, having, "--trainer-logprobs", "x_l", "--json")
+    _, out, err = run_audit(lacking, having, "--trainer-logprobs", "x_l", "--json")
     (reason,) = (entry["reason"] for entry in told(out)["not_tested"] if entry["check"] == "scores")
     assert err == "" and reason.startswith("20 of 60 responses could not be scored: no column x_l")
 
 
 def test_where_nothing_could_be_scored_that_is_the_one_reason(
-    run: Run, batches: list[RolloutBatch], tmp_path: Path
+    run_audit: RunAudit, batches: list[RolloutBatch], tmp_path: Path
 ) -> None:
     nothing = spool_of(tmp_path / "nothing", [changed(batches[0], "x_l", lambda rows: [None] * len(rows))])
-    _, out, _ = run(nothing, "--trainer-logprobs", "x_l", "--json")
+    _, out, _ = run_audit(nothing, "--trainer-logprobs", "x_l", "--json")
     reasons = {entry["reason"] for entry in told(out)["not_tested"] if entry["check"] != "staleness"}
     assert reasons == {"20 of 20 responses could not be scored: x_l is null (20)"}
 
 
 def test_a_model_gives_ratios_over_kept_sets_and_over_the_vocabulary(
-    run: Run, repository: Path, tmp_path: Path
+    run_audit: RunAudit, repository: Path, tmp_path: Path
 ) -> None:
     paddle = pytest.importorskip("paddle")
     folder = repository / "tests" / "data" / "tiny_checkpoints" / "llama_tied"
@@ -237,7 +226,7 @@ def test_a_model_gives_ratios_over_kept_sets_and_over_the_vocabulary(
         )
     )
     spool = spool_of(tmp_path / "spool", [builder.build()])
-    _, out, _ = run(spool, "--model", folder, "--json")
+    _, out, _ = run_audit(spool, "--model", folder, "--json")
     (row,) = told(out)["settings"]
     assert row["kept_ratio"]["mean"] == pytest.approx(1, abs=1e-5)
     kept_mass = np.exp([np.logaddexp.reduce(values) for values in rows] - whole)
@@ -245,32 +234,34 @@ def test_a_model_gives_ratios_over_kept_sets_and_over_the_vocabulary(
     assert sum(told(out)["full_log_ratios"]["counts"]) == len(b)
 
 
-def test_what_was_chosen_by_reward_is_shown_and_not_judged(run: Run, spool: Path) -> None:
-    _, out, _ = run(spool, "--filtered", "--json")
+def test_what_was_chosen_by_reward_is_shown_and_not_judged(run_audit: RunAudit, spool: Path) -> None:
+    _, out, _ = run_audit(spool, "--filtered", "--json")
     informational = {test["name"]: test["informational"] for test in told(out)["tests"]}
     assert informational == {"surprisal": True, "draws": True}
-    assert "not judged" in run(spool, "--filtered")[1]
+    assert "not judged" in run_audit(spool, "--filtered")[1]
 
 
-def test_old_weights_are_a_finding_beyond_the_bound(run: Run, batches: list[RolloutBatch], tmp_path: Path) -> None:
+def test_old_weights_are_a_finding_beyond_the_bound(
+    run_audit: RunAudit, batches: list[RolloutBatch], tmp_path: Path
+) -> None:
     old = changed(batches[2], "policy_versions", lambda rows: [[9] * TOKENS, *([0] * TOKENS for _ in rows[1:])])
     folder = spool_of(tmp_path / "old", [old])
-    assert "staleness" not in [f["kind"] for f in told(run(folder, "--json")[1])["findings"]]
-    findings = told(run(folder, "--json", "--max-version-lag", 2)[1])["findings"]
+    assert "staleness" not in [f["kind"] for f in told(run_audit(folder, "--json")[1])["findings"]]
+    findings = told(run_audit(folder, "--json", "--max-version-lag", 2)[1])["findings"]
     assert "staleness" in [finding["kind"] for finding in findings]
 
 
-def test_page_and_json_are_written_beside_the_text(run: Run, faulty: Path, tmp_path: Path) -> None:
+def test_page_and_json_are_written_beside_the_text(run_audit: RunAudit, faulty: Path, tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     page, file = tmp_path / "out" / "audit.html", tmp_path / "out" / "audit.json"
-    code, out, err = run(faulty, "--html", page, "--json-file", file)
+    code, out, err = run_audit(faulty, "--html", page, "--json-file", file)
     assert code == 1 and "Findings" in out and err == f"report: {page}\n"
     verdict = told(file.read_text(encoding="utf-8"))["verdict"]
     assert " ".join(out.split()).startswith(verdict)
     assert "<code>logprob</code>" in page.read_text(encoding="utf-8")
 
 
-def test_text_comes_from_the_tokenizer_that_is_named(run: Run, spool: Path, tmp_path: Path) -> None:
+def test_text_comes_from_the_tokenizer_that_is_named(run_audit: RunAudit, spool: Path, tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     vocabulary = {f" w{i}": i for i in range(VOCABULARY)}
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": " w0"}
@@ -278,7 +269,7 @@ def test_text_comes_from_the_tokenizer_that_is_named(run: Run, spool: Path, tmp_
     (tmp_path / "tokenizer.json").write_text(
         json.dumps({"version": "1.0", "added_tokens": [], **rules, "model": model})
     )
-    _, out, err = run(spool, "--json", "--tokenizer", tmp_path)
+    _, out, err = run_audit(spool, "--json", "--tokenizer", tmp_path)
     (shown, *_) = told(out)["worst"]
     assert err == "" and shown["prompt_text"].split() == ["w1", "w2", "w3"]
     assert all(token["text"] == f" w{token['token_id']}" for token in shown["tokens"])
@@ -286,17 +277,17 @@ def test_text_comes_from_the_tokenizer_that_is_named(run: Run, spool: Path, tmp_
 
 
 def test_a_damaged_file_among_others_ends_it_with_3_unless_there_are_findings(
-    run: Run, batches: list[RolloutBatch], faulty: Path, tmp_path: Path
+    run_audit: RunAudit, batches: list[RolloutBatch], faulty: Path, tmp_path: Path
 ) -> None:
     good, bad = spool_of(tmp_path / "good", batches[:1]), spool_of(tmp_path / "bad", batches[1:])
     (file,) = bad.glob("*.arrow")
     with file.open("r+b") as stream:
         stream.seek(400)
         stream.write(b"\xee\xee\xee\xee")
-    code, out, _ = run(good, bad)
+    code, out, _ = run_audit(good, bad)
     assert code == 3 and "Files not read to their end (1)" in out and file.name in out
-    assert run(faulty, bad)[0] == 1
-    code, _, err = run(bad)
+    assert run_audit(faulty, bad)[0] == 1
+    code, _, err = run_audit(bad)
     assert code == 3 and "is damaged" in err
 
 
@@ -313,34 +304,36 @@ def test_a_damaged_file_among_others_ends_it_with_3_unless_there_are_findings(
         (["nowhere", "--sample", "0"], 2, ""),
     ],
 )
-def test_wrong_use_and_missing_input_are_told(run: Run, arguments: list[str], code: int, said: str) -> None:
-    ended, _, err = run(*arguments)
+def test_wrong_use_and_missing_input_are_told(run_audit: RunAudit, arguments: list[str], code: int, said: str) -> None:
+    ended, _, err = run_audit(*arguments)
     assert ended == code and said in err
 
 
-def test_a_page_that_could_not_be_drawn_is_told_before_the_audit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_could_not_be_drawn_is_told_before_the_audit(
+    run_audit: RunAudit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(audit_outputs, "find_spec", lambda name: None)
-    code, _, err = run("nowhere", "--html", "a.html")
+    code, _, err = run_audit("nowhere", "--html", "a.html")
     assert code == 2 and "keptset[report]" in err
 
 
 def test_two_recordings_that_part_end_it_with_1(
-    run: Run, spool: Path, batches: list[RolloutBatch], tmp_path: Path
+    run_audit: RunAudit, spool: Path, batches: list[RolloutBatch], tmp_path: Path
 ) -> None:
-    assert run(spool, "--against", spool)[:2] == (
+    assert run_audit(spool, "--against", spool)[:2] == (
         0,
         "The recordings are the same.\n  60 responses in both recordings; 0 only here, 0 only there\n"
         "  the same in both: tokens, what was sampled, support, kept sets, b, m, versions\n",
     )
     later = changed(batches[2], "behavior_logprobs", lambda rows: [[b - 0.5 for b in row] for row in rows])
     other = spool_of(tmp_path / "other", [*batches[:2], later])
-    code, out, _ = run(spool, "--against", other)
+    code, out, _ = run_audit(spool, "--against", other)
     assert code == 1 and out.startswith("The recordings part.") and "b part in 20 responses" in out
     assert "since r40 (row 40, position 0, version 1)" in " ".join(out.split())
-    code, out, _ = run(spool, "--against", other, "--json")
+    code, out, _ = run_audit(spool, "--against", other, "--json")
     assert code == 1 and told(out)["matched"] == RESPONSES
-    assert run(spool, "--against", other, "--trainer-logprobs", "x_l")[0] == 2
-    assert run(spool, "--against", tmp_path / "nowhere")[0] == 3
+    assert run_audit(spool, "--against", other, "--trainer-logprobs", "x_l")[0] == 2
+    assert run_audit(spool, "--against", tmp_path / "nowhere")[0] == 3
 
 
 def test_processes_with_a_model_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ pytest.importorskip("pandas", reason="Ray Data needs the package pandas")
 
 from keptset.schemas.rollout_batch import RolloutBatch  # noqa: E402
 from keptset.schemas.storage.spool import SpoolReader, SpoolWriter  # noqa: E402
-from keptset.scripts import main  # noqa: E402
 from keptset.scripts.audit_ray import audit_on_ray  # noqa: E402
 from keptset.scripts.bench_wire_rollouts import made_up_rollouts  # noqa: E402
 from keptset.trainer_bridge.audit import AuditOptions, Progress, audit  # noqa: E402
@@ -30,7 +29,7 @@ from keptset.trainer_bridge.audit.recorded_logprobs import RecordedColumn  # noq
 # Ray Data sets options of its own that it deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-Run = Callable[..., tuple[int, str, str]]
+RunAudit = Callable[..., tuple[int, str, str]]
 FILES, ROWS = 20, 4
 STORE = 2**27
 
@@ -59,22 +58,6 @@ def spool(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """`run(*arguments)`: exit code, stdout and stderr of `keptset audit ARGUMENTS`, with a cache of its own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["keptset", "audit", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exited:
-            main.main()
-        out, err = capsys.readouterr()
-        return int(exited.value.code or 0), out, err
-
-    return call
-
-
 def test_a_cluster_gives_the_same_report_and_tells_how_far_it_is(cluster: str, spool: Path) -> None:
     seen: list[Progress] = []
     report = audit_on_ray([spool], AuditOptions(max_version_lag=1, progress=seen.append), cluster)
@@ -101,7 +84,7 @@ def test_ratios_are_the_same_to_the_last_digit(cluster: str, spool: Path, tmp_pa
 
 
 def test_the_command_ends_and_prints_alike_with_a_ray_of_its_own(
-    run: Run, spool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_audit: RunAudit, spool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In a process of its own: Ray Data does not come back to a cluster after it has been on another.
     command = [sys.executable, "-m", "keptset.scripts.main", "audit", "--ray", spool.name, "--json"]
@@ -115,7 +98,7 @@ def test_the_command_ends_and_prints_alike_with_a_ray_of_its_own(
         check=False,
     )
     monkeypatch.chdir(spool.parent)
-    code, out, _ = run(spool.name, "--json")
+    code, out, _ = run_audit(spool.name, "--json")
     assert (spread.returncode, json.loads(spread.stdout), spread.stderr) == (code, json.loads(out), "") and code == 1
 
 
@@ -133,37 +116,41 @@ def test_an_interrupted_audit_goes_on_on_a_cluster(cluster: str, spool: Path, tm
 
 
 def test_an_error_of_a_task_ends_the_command_as_it_does_without_ray(
-    run: Run, cluster: str, spool: Path, tmp_path: Path
+    run_audit: RunAudit, cluster: str, spool: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("paddle", reason="the model is opened by Paddle")
     (tmp_path / "config.json").write_text("{")
-    plain, spread = (run(spool, "--model", tmp_path, *more) for more in ([], ["--ray", cluster]))
+    plain, spread = (run_audit(spool, "--model", tmp_path, *more) for more in ([], ["--ray", cluster]))
     assert spread == plain and plain[0] == 3 and "config.json" in plain[2]
 
 
-def test_files_that_a_node_does_not_see_are_an_error_and_not_damage(run: Run, cluster: str, spool: Path) -> None:
+def test_files_that_a_node_does_not_see_are_an_error_and_not_damage(
+    run_audit: RunAudit, cluster: str, spool: Path
+) -> None:
     folder = os.open(spool, os.O_RDONLY)  # under this name nobody but this process has it
     try:
-        code, out, err = run(f"/proc/self/fd/{folder}", "--ray", cluster)
+        code, out, err = run_audit(f"/proc/self/fd/{folder}", "--ray", cluster)
     finally:
         os.close(folder)
     assert (code, out) == (3, "") and "does not see /proc/self/fd" in err
 
 
-def test_no_cluster_and_other_wrong_uses_are_told(run: Run, spool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cluster_and_other_wrong_uses_are_told(
+    run_audit: RunAudit, spool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from keptset.scripts import audit_ray
 
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
-        code, _, err = run(spool, "--ray", address)
+        code, _, err = run_audit(spool, "--ray", address)
         assert code == 2 and f"no Ray answers at {address}" in err
         monkeypatch.setenv("RAY_ADDRESS", address)
-        assert run(spool, "--ray")[::2] == (code, err)
-    code, _, err = run(spool, "--against", spool, "--ray")
+        assert run_audit(spool, "--ray")[::2] == (code, err)
+    code, _, err = run_audit(spool, "--against", spool, "--ray")
     assert code == 2 and "--ray" in err
     there: Any = audit_ray.find_spec
     for missing in ("ray", "pandas"):
         monkeypatch.setattr(audit_ray, "find_spec", lambda name, gone=missing: None if name == gone else there(name))
-        code, _, err = run(spool, "--ray")
+        code, _, err = run_audit(spool, "--ray")
         assert code == 2 and f"needs the package {missing}: pip install 'keptset[ray]'" in err
