@@ -7,6 +7,7 @@ Legend: T sampled tokens of the counted rows.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,7 +20,7 @@ from keptset.trainer_bridge.audit.checks.settings_table import MAX_SETTINGS, OTH
 from keptset.trainer_bridge.audit.exact_sum import ExactSum
 from keptset.trainer_bridge.audit.floors import FloorSums
 from keptset.trainer_bridge.audit.log_ratios import LogRatios, log_ratios
-from keptset.trainer_bridge.audit.mean_ratio import MeanRatio
+from keptset.trainer_bridge.audit.mean_ratio import LARGEST
 from keptset.trainer_bridge.audit.options import AuditOptions
 from keptset.trainer_bridge.audit.refusals import add_reasons
 from keptset.trainer_bridge.audit.report import AuditReport, HeatMap, Histogram, RatioRow, SettingRow, VersionRow
@@ -84,12 +85,15 @@ class _Setting:
 class _Version:
     d: ExactSum = field(default_factory=ExactSum)
     abs_d: ExactSum = field(default_factory=ExactSum)
-    mean: MeanRatio = field(default_factory=MeanRatio)
+    e: ExactSum = field(default_factory=ExactSum)
+    """Ratio - 1."""
+    e2: ExactSum = field(default_factory=ExactSum)
 
     def merge(self, other: _Version) -> None:
         self.d.merge(other.d)
         self.abs_d.merge(other.abs_d)
-        self.mean.merge(other.mean)
+        self.e.merge(other.e)
+        self.e2.merge(other.e2)
 
 
 class Ratios(Check):
@@ -147,12 +151,14 @@ class Ratios(Check):
 
     def _add_versions(self, batch: AuditedBatch, ratios: LogRatios) -> None:
         known = np.flatnonzero(~np.isnan(ratios.kept_T))
-        d_T, b_T = ratios.kept_T[known], batch.tokens.behavior_logprobs_T[known].astype(np.float64)
+        d_T = ratios.kept_T[known]
         for row, where in self._versions.groups(batch.tokens.policy_versions_T[known]):
             d = d_T[where]
             row.d.add(d)
             row.abs_d.add(np.abs(d))
-            row.mean.add(d, b_T[where])
+            e = np.expm1(np.minimum(d, LARGEST))
+            row.e.add(e)
+            row.e2.add(e * e)
 
     def merge(self, other: Ratios) -> None:
         for name, theirs in other._settings.items():
@@ -217,8 +223,8 @@ class Ratios(Check):
             row,
             mean_log_ratio=drift.d.mean,
             mean_abs_log_ratio=drift.abs_d.mean,
-            mean_ratio=drift.mean.mean,
-            ratio_std_error=drift.mean.std_error,
+            mean_ratio=1 + drift.e.total / drift.e.count,
+            ratio_std_error=math.sqrt(drift.e2.total) / drift.e.count,
         )
 
 
